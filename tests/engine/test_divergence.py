@@ -12,8 +12,10 @@ from support.families import build, prompt
 from transformers import DynamicCache
 
 import kvbench
+from kvbench.audit.decode_audit import check_bytes
 from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
+from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
 METHODS = {
@@ -165,6 +167,19 @@ def test_rows_that_change_the_model_go_beside_the_full_cache_of_the_model_as_it_
         alone, _ = diverge(model, full, [row], ids[50:])
         np.testing.assert_allclose(alone[0].divergence.kl, forced.divergence.kl, rtol=1e-4, atol=1e-10)
         assert forced.divergence.kl.mean() > 1e-6
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 30])
+def test_what_is_stored_behind_a_text_is_declared_for_its_tokens_but_the_last(tokens):
+    """The last token is predicted and never fed."""
+    model, ids = build("llama"), prompt(40 + tokens, 5)
+    entries = [{"method": method, **knobs} for method, knobs in METHODS.items()]
+    full, *caches = kvbench.prefill(model, ids[:40], ["full", *entries])
+    forced, _ = diverge(model, full, [full, *caches], ids[40:])
+    at_a_time = [teacher_force(model, [cache], ids[40:], chunk=3)[0] for cache in caches if not cache.chain.evicts]
+    assert {row.stored.fed for row in [*forced, *at_a_time]} == {tokens - 1}
+    for cache, row in zip([full, *caches], forced, strict=True):
+        check_bytes(cache, row.stored, cache_shape(model))
 
 
 def test_logits_exist_of_one_chunk_alone(monkeypatch):

@@ -95,6 +95,22 @@ def test_every_chain_keeps_what_it_keeps_of_a_prompt_read_whole(per):
     assert len(others) <= 2, others  # of hundreds, where rounding decides between two tokens on some processor
 
 
+def test_whatever_the_common_length_what_is_read_is_what_is_read_whole():
+    """Two prompts differ in one token: the first of a piece, its last one, or any between."""
+    model, first, full = build("llama", num_hidden_layers=1), prompt(34, 1), [chain_of("full")]
+    (of_first,) = prefill_chains(model, first, full)
+    for common in range(34):
+        other = first.clone()
+        other[common] = first[common] % 100 + 1
+        prefix = SharedPrefix(model, SIZE)
+        prefill_chains(model, first, full, prefix=prefix)
+        (shared,), (whole,) = (prefill_chains(model, other, full, prefix=p) for p in (prefix, None))
+        torch.testing.assert_close(shared.logits, whole.logits, atol=1e-4, rtol=1e-4)
+        ((a,),), ((b,),), ((c,),) = ([layer.segments for layer in x.layers] for x in (shared, whole, of_first))
+        torch.testing.assert_close((a.k, a.v), (b.k, b.v), atol=1e-4, rtol=1e-4, msg=f"{common} tokens are alike")
+        assert not torch.allclose(b.k[:, common], c.k[:, common], atol=1e-2), "another token has another key"
+
+
 def test_pieces_that_are_known_are_not_read_again(monkeypatch):
     model, read = build("llama"), watched(monkeypatch)
     prefix, first = SharedPrefix(model, SIZE), prompt(40, 1)

@@ -13,8 +13,6 @@ from kvbench.kv.model_shape import Shape, from_entry
 from kvbench.methods.core.resolve import chain_of
 from kvbench.plan import config, equal_memory, words
 
-pytestmark = pytest.mark.e2e("prices hundreds of sizes")
-
 MISTRAL = Shape(32, 32, 8, 128)
 TABLE7 = "kv_size=128,512,1024,2048"
 
@@ -37,6 +35,7 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
     assert actual == [109, 416, 826, last]
 
 
+@pytest.mark.e2e("prices hundreds of sizes")
 @pytest.mark.parametrize("shape", [Shape(8, 32, 8, 128), Shape(5, 8, 4, 32)])
 @pytest.mark.parametrize("other", ["streamingllm", "h2o", "pyramidkv", "cake", "adakv", "snapkv+kivi", "h2o+vatp"])
 @pytest.mark.parametrize("kind", equal_memory.KINDS)
@@ -59,6 +58,19 @@ def test_no_other_size_comes_nearer(kind, other, shape):
     assert [c.chain.selector.kv_size for c in settled.chains] == [matched.kv_size, 600]
     stored = matched.bytes if kind == "bytes" else matched.nominal
     assert stored == (count(settled.chains[0].chain), target)
+
+
+def test_of_sizes_that_are_about_equally_near_a_quantiser_gets_the_largest():
+    """KIVI packs 32 tokens at once, and its bytes fall there: sizes before and behind hold the reference's bytes."""
+    cfg = parsed("method=snapkv+kivi,snapkv kivi.residual=32 snapkv.kv_size=600 match=bytes")
+    (template,) = [c for c in cfg.chains if c.chain.coder is not None]
+    count = equal_memory.payload_counter("bytes", Shape(5, 8, 4, 32), equal_memory.LONG)
+    (reference,) = [c for c in cfg.chains if c is not template]
+    size = equal_memory.find_nearest_kv_size(template, reference, count, "bytes")
+    target = count(reference.chain)
+    sizes = range(size - 300, size + 300)
+    near = [s for s in sizes if abs(count(equal_memory.with_size(template, s).chain) - target) <= 0.005 * target]
+    assert len(near) > 1 and size == max(near)
 
 
 def test_the_nominal_formula_is_the_papers():
@@ -130,6 +142,7 @@ BAD = {
 }
 
 
+@pytest.mark.e2e("reads whole command lines")
 @pytest.mark.parametrize("line", BAD)
 def test_impossible_requests_are_refused_before_anything_runs(line, capsys):
     assert main(["run", *line.split(), "limit=1", "--plan"]) == 2
@@ -137,6 +150,7 @@ def test_impossible_requests_are_refused_before_anything_runs(line, capsys):
     assert BAD[line] in message and message.count("\n") == 1
 
 
+@pytest.mark.e2e("runs whole command lines")
 def test_a_run_has_the_size_found_in_its_ids_its_table_and_its_bytes(tmp_path, capsys):
     line = ["method=snapkv,snapkv+think", "kv_size=100", f"results={tmp_path}", *SMALL, "limit=1"]
     status, report = run_json(capsys, *line, "match=bytes")

@@ -12,6 +12,8 @@ import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import find_rotary, step
+from kvbench.kv.segment import Segment
+from kvbench.storage.evicting_store import Thin
 from kvbench.storage.roles import Rotary
 
 RULES = {
@@ -163,6 +165,33 @@ def test_memory_of_the_slots_is_flat_over_many_tokens():
     slots = layer.formats[0][1]
     assert slots.store.k.shape[2] == 12
     assert len(layer.formats) == 1, "no dense tail beside the slots"
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_place_for_whole_tokens_is_used_again_once_its_token_is_evicted(new):
+    """Four thin tokens with channels 1 and 3 of 4, then whole ones in their slots: each slot reads as what it holds."""
+    heads, size, kept = 2, 6, torch.tensor([[1, 3], [0, 1]], dtype=torch.int16)
+    draw = torch.Generator().manual_seed(3)
+    k, v = (torch.rand(heads, 4, d, generator=draw) for d in (2, 4))
+    thin = Segment(k, v, torch.arange(4)[None].expand(heads, -1), key_channels=kept)
+    store = Thin([[thin]], size=size, places=size)
+    index = torch.arange(heads).repeat_interleave(4), torch.arange(4).repeat(heads)
+    store.load(0, *index, thin)
+    want = torch.zeros(1, heads, size, 4)
+    want[0, :, :4].scatter_(2, kept.long()[:, None].expand(-1, 4, -1), k)
+    held = (torch.arange(size) < 4).expand(1, heads, size).clone()
+    for _ in range(20):
+        # at random, each head frees as many slots as it needs for the new tokens
+        slots = torch.stack([torch.randperm(size, generator=draw)[:new] for _ in range(heads)])[None]
+        held.scatter_(2, slots, False)
+        tokens = torch.rand(1, heads, new, 4, generator=draw)
+        store.add(slots, tokens, tokens, held)
+        held.scatter_(2, slots, True)
+        want.scatter_(2, slots[..., None].expand_as(tokens), tokens)
+        query = torch.rand(1, heads, 1, 4, generator=draw)
+        logits = store.compute_logits(query, 1.0, None)
+        torch.testing.assert_close(logits[held[:, :, None]], (query @ want.mT)[held[:, :, None]])
+        torch.testing.assert_close(store.tokens_of_row(0)[0][held[0]], want[0][held[0]])
 
 
 # spec 5, H2O: n=1001

@@ -171,6 +171,22 @@ def test_parts_count_alike_whatever_their_tasks():
     assert interval == (pytest.approx(0.6 - half), pytest.approx(0.6 + half))
 
 
+def test_the_mean_over_parts_has_the_half_widths_of_its_parts():
+    """On each side: that of the only part; of two equal parts, sqrt(w^2 + w^2) / 2 of it."""
+    one = suite()
+    two = replace(one, parts=(*one.parts, replace(one.parts[0], name="q")))
+    gaps = np.linspace(0.2, 0.9, 12)
+    rows = [row("random", CHANCE, [0.0] * 12), row("m", METHOD, gaps**3)]
+    (m,) = [entry for entry in scores.score_rows(one, rows, full(gaps)) if entry.name == "m"]
+    low, high = m.parts["p"].ci
+    assert m.mean - low > 1.2 * (high - m.mean), "the sides differ"
+    assert m.ci == (pytest.approx(low), pytest.approx(high))
+    doubled = [replace(entry, parts={"p": entry.parts["p"], "q": entry.parts["p"]}) for entry in rows]
+    both = {"p": full(gaps)["p"], "q": full(gaps)["p"]}
+    (m,) = [entry for entry in scores.score_rows(two, doubled, both) if entry.name == "m"]
+    assert m.ci == (pytest.approx(m.mean - (m.mean - low) / 2**0.5), pytest.approx(m.mean + (high - m.mean) / 2**0.5))
+
+
 def test_means_stand_first_by_method_and_budget():
     rng = np.random.default_rng(2)
     base = rng.uniform(0.3, 0.9, 40)
