@@ -18,6 +18,10 @@ class UsageError(KvbenchError, ValueError):
     status = 2
 
 
+class Damaged(UsageError):
+    """A file of results holds what kvbench cannot have written: a text that is no record, or a number that is none."""
+
+
 class MissingFiles(UsageError):
     """A request that needs files of a data set or of a model, and these are missing.
 

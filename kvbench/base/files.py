@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,25 @@ class Lines:
         if self.torn is not None:
             numbers += (self.torn,)
         return tuple(sorted(numbers))
+
+
+def _parse_finite(text: str) -> float:
+    """Return the number that a text of JSON names. Raises ValueError for NaN, Infinity and for what overflows."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+_FINITE = json.JSONDecoder(parse_float=_parse_finite, parse_constant=_parse_finite)
+
+
+def parse_finite_json(text: str) -> Any:
+    """Return the value in a text of JSON. Raises ValueError for other texts, and for one with NaN or Infinity.
+
+    ``json.loads`` takes these two, and no comparison with NaN finds a difference.
+    """
+    return _FINITE.decode(text)
 
 
 def is_blocked(path: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from kvbench.base.errors import UsageError
+from kvbench.base.errors import Damaged, UsageError
 from kvbench.kv.pages import PagesFreed
 from kvbench.store.fidelity import FidelitySummary, TextFidelity
 from kvbench.store.turns import TurnAnswer, TurnsSummary
@@ -56,6 +56,10 @@ class DrawnAnswer:
     score: float | None
     new_tokens: int
     decode_s: float
+
+
+NUMBERS = ("n", "kept", "payload", "overhead", "full_bytes", "payload16", "overhead16", "full16", "cut", "new_tokens")
+"""The fields of a sample that are numbers in every line."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,27 @@ class Sample:
 
     @classmethod
     def read(cls, line: Record) -> Self:
-        """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
+        """Return the sample in a stored line.
+
+        Raises UsageError for an old version's line, without bytes at 16 bits, and Damaged for one that lacks a field or
+        has a value of another kind.
+        """
         if "full16" not in line:
             raise UsageError(
                 f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
                 "another results=FOLDER"
             )
+        try:
+            return cls._read_fields(line)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise Damaged(f"the sample of {line.get('id')} is damaged: {error}") from None
+
+    @classmethod
+    def _read_fields(cls, line: Record) -> Self:
+        """Return the sample in a stored line. Raises KeyError, TypeError, AttributeError or ValueError for damage."""
+        for name in NUMBERS:
+            if isinstance(line[name], bool) or not isinstance(line[name], (int, float)):
+                raise TypeError(f"{name} is {line[name]!r}, and no number")
         # lines of older versions may lack these fields, and the record has no defaults for them
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
         known |= _select_known(cls, line)

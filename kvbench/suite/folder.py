@@ -16,10 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.base.errors import UsageError
-from kvbench.base.files import disk_error
+from kvbench.base.conf import conf_dir
+from kvbench.base.errors import Damaged, UsageError
+from kvbench.base.files import disk_error, parse_finite_json
 from kvbench.store import archive
-from kvbench.store.store import ResultStore
+from kvbench.store.store import ID, ResultStore
+from kvbench.suite.definition import EDITIONS, FOLDER
 from kvbench.suite.plan import PartRun, SuiteRun, find_cells
 from kvbench.suite.rows import SuiteRow
 from kvbench.suite.scores import PartSamples, RowScore
@@ -34,6 +36,21 @@ open: another model, which each row names.
 Line = dict[str, Any]
 """A row of results.jsonl: the suite, edition, division and model, the row's name and role, the ids of its results by
 part and column, its numbers (the fields of ``RowScore``), and the versions that measured it."""
+FULL_ROLE = "full"
+"""The role of the full cache's row, by which all others are scored."""
+_TEXTS = ("suite", "edition", "division", "model", "dtype", "contributor", "name", "role", "answers")
+HEAD: Mapping[str, Any] = {
+    **dict.fromkeys(_TEXTS, str),
+    "results": dict,
+    **dict.fromkeys(("commit", "torch", "transformers"), list),
+}
+"""The keys of every row, with the types of their values."""
+SCORED: Mapping[str, Any] = {
+    **{"label": str, "worst": str, "budget": int, "parts": dict, "nothing_compressed": bool},
+    **dict.fromkeys(("bytes", "unchanged"), (int, float)),
+    **dict.fromkeys(("mean", "ci", "pages", "rank"), object),
+}
+"""The further keys of a scored row, with the types of their values; ``object`` where None is one, too."""
 DIGITS = 6
 """The decimal places of numbers in a row. Further places would differ between machines by rounding."""
 
@@ -169,21 +186,44 @@ def take_answers(folder: Path, run: SuiteRun) -> None:
     archive.unpack(path, run.plans[0].store)
 
 
+def find_committed(suite: str) -> Path:
+    """Return the path of the suite's folder in this repository, whose controls all others are compared with."""
+    return conf_dir().parent / "results" / FOLDER / suite / "kvbench"
+
+
 def read_rows(folder: Path) -> list[Line]:
-    """Return the rows of a suite's folder. Raises UsageError if it has none or one is damaged."""
+    """Return the rows of a suite's folder.
+
+    Raises UsageError if it has no file of rows, and Damaged for a line that ``make_lines`` cannot have written: with
+    other keys, or with a number that is none.
+    """
     path = folder / RESULTS
     if not path.exists():
         raise UsageError(f"{folder} is no suite's folder: it has no {RESULTS}")
     rows = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(text)
-            # every reader needs these keys, and the lookup fails in a damaged line, which lacks one of them
-            for key in ("suite", "edition", "name", "role", "results"):
-                row[key]
+    try:
+        for text in path.read_text(encoding="utf-8").splitlines():
+            row = parse_finite_json(text)
+            _check_line(row)
             rows.append(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}, line {len(rows) + 1} is not a row of a suite: {error}") from None
     if not rows:
-        raise UsageError(f"{path} has no rows")
+        raise Damaged(f"{path} has no rows")
     return rows
+
+
+def _check_line(row: Line) -> None:
+    """Raise ValueError, TypeError, KeyError or AttributeError unless a line has the keys and ids of a suite's row."""
+    kinds = HEAD if row["role"] == FULL_ROLE else HEAD | SCORED
+    if set(row) != set(kinds):
+        raise ValueError(f"its keys differ from a row's in {', '.join(sorted(set(row) ^ set(kinds)))}")
+    for key, kind in kinds.items():
+        if not isinstance(row[key], kind) or isinstance(row[key], bool) != (kind is bool):
+            raise TypeError(f"{key} is {row[key]!r}")
+    if row["edition"] not in EDITIONS or row["division"] not in (CLOSED, OPEN):
+        raise ValueError(f"edition is {row['edition']} and division {row['division']}")
+    for part, columns in row["results"].items():
+        for column, cell_id in columns.items():
+            if not ID.fullmatch(cell_id):
+                raise ValueError(f"{cell_id!r} is no result's id, in {part} on {column}")

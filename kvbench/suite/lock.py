@@ -18,14 +18,18 @@ from kvbench.tasks.encoding import encode_prompt
 
 
 class LockedColumn(TypedDict):
-    """The hashes of one task.
+    """The hashes and lengths of one task.
 
     protocol: the hash of everything that decides the task's results, except the method and the prompts.
     prompts: the hash of each prompt, by example.
+    tokens: the number of tokens of each prompt that are read before the cache is compressed, by example.
+    most: the most tokens of an answer, or the number of tokens of a text that is scored.
     """
 
     protocol: str
     prompts: Mapping[str, str]
+    tokens: Mapping[str, int]
+    most: int
 
 
 Locked = Mapping[str, Mapping[str, LockedColumn]]
@@ -55,10 +59,18 @@ def hash_run(run: SuiteRun) -> Locked:
     for part_run in run.parts:
         columns: dict[str, LockedColumn] = {}
         for group in part_run.plan.groups:
-            prompts = {example.id: _hash_prompt(part_run.plan, group, example) for example in group.examples}
+            prompts, tokens = {}, {}
+            for example in group.examples:
+                prompts[example.id], tokens[example.id] = _hash_prompt(part_run.plan, group, example)
+            most = max(example.max_new_tokens for example in group.examples)
             # the cells of a group differ only in their method, which is no part of the protocol
             identity = group.cells[0].identity
-            columns[group.column] = {"protocol": hash_protocol(identity), "prompts": prompts}
+            columns[group.column] = {
+                "protocol": hash_protocol(identity),
+                "prompts": prompts,
+                "tokens": tokens,
+                "most": most,
+            }
         parts[part_run.part.name] = columns
     return parts
 
@@ -69,16 +81,18 @@ def hash_protocol(identity: Mapping[str, Any]) -> str:
     return _digest(protocol)
 
 
-def _hash_prompt(run: RunPlan, group: Group, example: Example) -> str:
-    """Return the hash of a prompt: its token ids as the model reads them, its questions and its references."""
-    # texts that are scored by their likelihood are tokens already
+def _hash_prompt(run: RunPlan, group: Group, example: Example) -> tuple[str, int]:
+    """Return the hash of a prompt and the number of tokens that are read before the cache is compressed.
+
+    The hash is that of its token ids as the model reads them, of its questions and of its references.
+    """
+    encoded = encode_prompt(run.tokenizer, example, group.task, run.cfg.prompt, run.context)
+    ids, question = list(encoded.ids), list(encoded.question)
+    # of a text that is scored by its likelihood, ``encoded`` has the beginning alone
     if example.scored is not None:
-        ids: list[int] = list(example.scored.ids)
-        question: list[int] = []
-    else:
-        encoded = encode_prompt(run.tokenizer, example, group.task, run.cfg.prompt, run.context)
-        ids, question = list(encoded.ids), list(encoded.question)
-    return _digest({"ids": ids, "question": question, "example": example.content()})
+        ids = list(example.scored.ids)
+    digest = _digest({"ids": ids, "question": question, "example": example.content()})
+    return digest, len(encoded.ids)
 
 
 def _digest(content: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.base.errors import UsageError
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load, traits
@@ -81,8 +82,13 @@ def list_rows(
     suite: Suite, methods: Sequence[str], options: Mapping[str, object], settings: Mapping[str, object]
 ) -> list[SuiteRow]:
     """Return the rows of a suite, its controls first. Of the model's checkpoint, only the configuration is read."""
+    return make_rows(suite, methods, options, find_shape(suite, settings))
+
+
+def find_shape(suite: Suite, settings: Mapping[str, object]) -> Shape:
+    """Return the shape of the cache of the suite's model, or of the ``model`` in the settings."""
     cfg = config.configure(_build_settings(suite, settings))
-    return make_rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
+    return traits.shape_of(load.locate(cfg.model).config)
 
 
 def find_rows(suite: Suite, name: str, settings: Mapping[str, object]) -> list[SuiteRow]:

@@ -59,7 +59,7 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
     # a control that the user names, too, is measured once, and every run of a suite has the full cache already
     control_names = {row.name for row in suite_rows}
     for template in resolve(methods, options):
-        name = _write_name(template)
+        name = write_name(template.label)
         if template.chain.stages and name not in control_names:
             method_rows = make_rows_at_budgets(suite, name, METHOD, template, shape)
             if not method_rows:
@@ -72,11 +72,12 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
     return suite_rows
 
 
-def _write_name(template: ChainConfig) -> str:
-    """Return a method's name as the user wrote it, with the options that are set, and without the budget."""
-    # take the label, not the chain's name: the aliases q4_0_h and q4_0 name one chain with other options
-    words = template.label.split()
-    return " ".join(word for word in words if not word.startswith(("kv_ratio=", "kv_size=")))
+def write_name(label: str) -> str:
+    """Return a method's name as the user wrote it, with the options that are set, and without the budget.
+
+    label: the method's label. Its chain's name would not do: the aliases q4_0_h and q4_0 name one chain.
+    """
+    return " ".join(word for word in label.split() if not word.startswith(("kv_ratio=", "kv_size=")))
 
 
 def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:

@@ -393,6 +393,20 @@ def _is_ahead(a: PartScores, b: PartScores) -> bool:
     return low > 0
 
 
+def list_above_full(scored: Sequence[RowScore]) -> list[str]:
+    """Return a line for each part and budget in which a row's whole interval lies above 100, the full cache's score."""
+    lines = []
+    for entry in scored:
+        for part, score in entry.parts.items():
+            if score.retained is not None and score.ci is not None and score.ci[0] > 100:
+                low, high = score.ci
+                lines.append(
+                    f"higher than the full cache: {entry.name} at 1/{entry.budget}, {part} {score.retained:.0f} "
+                    f"[{low:.0f}, {high:.0f}]"
+                )
+    return lines
+
+
 def list_control_problems(scored: Sequence[RowScore]) -> list[str]:
     """Return a message for each part and budget in which a control is worse than the negative control.
 

@@ -1,8 +1,9 @@
 """Check a suite's folder: the numbers, the answers' scores, the controls, and the hashes of prompts and checkpoint.
 
 All numbers are computed again from the samples, and the card is written again from them. A row names its results, and
-the identity of a result states the method, prompts and settings of its measurement. The methods' code is not run. If it
-is not even here, as with a contributor's own method, a row's options and budget are taken on trust, within its bytes.
+the identity of a result states the method, prompts and settings of its measurement. Tokens and bytes are computed again
+from these. The methods' code is not run. If it is not even here, as with a contributor's own method, a row's options,
+tokens and budget are taken on trust, within its bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvbench.base.errors import MissingData, UsageError
+from kvbench.base.errors import Damaged, MissingData, UsageError
 from kvbench.base.example import Example
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.chain import Chain
 from kvbench.plan.cells import Group
 from kvbench.store import archive
@@ -26,10 +28,19 @@ from kvbench.store.results import Sample
 from kvbench.store.store import ResultStore
 from kvbench.suite import card, lock, plan
 from kvbench.suite import folder as folders
-from kvbench.suite.definition import KL, Suite, load
-from kvbench.suite.folder import CARD, CLOSED, SAMPLES, Line
-from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import PartSamples, RowSamples, RowScore, list_control_problems, score_rows
+from kvbench.suite.definition import KL, METHOD, Suite, load
+from kvbench.suite.folder import CARD, CLOSED, FULL_ROLE, SAMPLES, Line
+from kvbench.suite.rows import SuiteRow, write_name
+from kvbench.suite.scores import (
+    PartSamples,
+    RowSamples,
+    RowScore,
+    list_above_full,
+    list_control_problems,
+    score_rows,
+)
+from kvbench.suite.verify_controls import compare_controls
+from kvbench.suite.verify_samples import Expected, expect, list_problems
 
 TOLERANCE = 1e-6
 """The largest difference between a stored number and the recomputed one that rounding to a row's digits can make.
@@ -50,12 +61,14 @@ class Checked:
     answers: how many answers were scored again with the stored result.
     unscored: how many answers could not be scored again, since their texts are not on this machine.
     problems: all differences found, in words.
+    told: what is no problem, but what a reader should know.
     """
 
     numbers: int = 0
     answers: int = 0
     unscored: int = 0
     problems: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
 
 Groups = Mapping[str, Mapping[str, Group]]
@@ -70,17 +83,26 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
     without_texts: True to allow texts that are not on this machine. Their answers are then not scored again, and
     everything else is checked.
 
-    Raises UsageError if the folder cannot be read, and MissingData if texts are missing and this is not allowed.
+    Raises UsageError if there is no such folder, and MissingData if texts are missing and this is not allowed.
     """
-    rows = folders.read_rows(place)
     checked = Checked()
-    heads = {(row["suite"], row["edition"], row.get("division"), row.get("model")) for row in rows}
+    try:
+        _check_folder(place, without_texts, checked)
+    except Damaged as error:
+        checked.problems.append(str(error))
+    return checked
+
+
+def _check_folder(place: Path, without_texts: bool, checked: Checked) -> None:
+    """Check the folder of a measured suite. Raises Damaged for a file that is no row, or that holds no samples."""
+    rows = folders.read_rows(place)
+    heads = {(row["suite"], row["edition"], row["division"], row["model"]) for row in rows}
     if len(heads) != 1:
         checked.problems.append("its rows are of different suites, editions, divisions or models")
-        return checked
+        return
     # all rows have the suite, the edition, the division and the model of the first one
     first = rows[0]
-    suite, is_closed = load(first["suite"], first["edition"]), first.get("division") == CLOSED
+    suite, is_closed = load(first["suite"], first["edition"]), first["division"] == CLOSED
     # the samples go into a store of their own, so that results measured on this machine are not read in their place
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
@@ -94,12 +116,19 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
         if not checked.problems:
             controls = plan.list_rows(suite, methods=[], options={}, settings=settings)
             _check_controls(rows, controls, checked)
-            _check_methods(suite, rows, controls, settings=settings, store=store, checked=checked)
+            chains = _check_methods(suite, rows, controls, settings=settings, store=store, checked=checked)
             _check_facts(rows, samples, store, checked)
+        if not checked.problems:
+            shape = plan.find_shape(suite, settings)
+            _check_samples(suite, rows, samples, chains, expected=expected, shape=shape, checked=checked)
+            if is_closed:
+                problems, told = compare_controls(place, rows, samples)
+                checked.problems += problems
+                checked.told += told
         if not checked.problems:
             scored = _check_numbers(suite, rows, samples, checked)
             _check_card(place / CARD, card.write_card(suite, scored, "md"), checked)
-    return checked
+            checked.told += list_above_full(scored)
 
 
 def _plan_prompts(
@@ -148,6 +177,10 @@ def _read_row_samples(
     checked: the findings, to which differences and missing samples are added as problems.
     """
     samples_by_part: dict[str, PartSamples] = {}
+    for part_name, cells in row["results"].items():
+        for column in cells:
+            if column not in expected.get(part_name, {}):
+                checked.problems.append(f"{row['name']}: {part_name} has no {column} in {suite.name}")
     for part in suite.parts:
         if part.name not in row["results"]:
             continue
@@ -180,14 +213,19 @@ def _read_cell_samples(
     checked: the findings, to which differences and missing samples are added as problems. They begin with ``label``.
     """
     record = store.cell(cell_id)
-    if record is None:
-        checked.problems.append(f"{label}: the result {cell_id} is not in {SAMPLES}")
+    if record is None or "chain" not in record.identity:
+        checked.problems.append(f"{label}: the result {cell_id} is not in {SAMPLES}, or states no method")
         return {}
     if hash_identity(record.identity) != cell_id:
         checked.problems.append(f"{label}: the result {cell_id} has another identity than its id says")
     if lock.hash_protocol(record.identity) != locked["protocol"]:
         checked.problems.append(f"{label}: measured on other prompts, with other settings or scored in another way")
-    stored_samples = store.samples(cell_id)
+    try:
+        stored_samples = store.samples(cell_id)
+    # a sample that lacks its bytes at 16 bits
+    except UsageError as error:
+        checked.problems.append(f"{label}: {error}")
+        return {}
     locked_samples = {}
     for example_id in locked["prompts"]:
         if example_id in stored_samples:
@@ -205,7 +243,8 @@ def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checke
         if sample is None:
             continue
         rescored = _rescore(sample, group, example)
-        if rescored is None or sample.score is None or abs(rescored - sample.score) > TOLERANCE:
+        is_same = rescored is not None and sample.score is not None and abs(rescored - sample.score) <= TOLERANCE
+        if not is_same:
             checked.problems.append(
                 f"{label}: the answer to {example.id} scores {rescored}, and {sample.score} is stored"
             )
@@ -238,7 +277,7 @@ def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked:
     for control in controls:
         if (control.name, control.budget) not in present:
             checked.problems.append(f"the control {control.name} at 1/{control.budget} is missing")
-    if not any(row["role"] == "full" for row in rows):
+    if not any(row["role"] == FULL_ROLE for row in rows):
         checked.problems.append("the full cache is missing")
 
 
@@ -250,14 +289,17 @@ def _check_methods(
     settings: Mapping[str, object],
     store: ResultStore,
     checked: Checked,
-) -> None:
+) -> list[dict[str, Chain]]:
     """Compare each row with the stored results that it names. Each difference is added to the problems.
 
     A row states its method with options, its budget and its role. The method of that name is planned again, and must be
     the method that the row's results were measured with.
+
+    Returns the methods of each row, by part; {} for one that is not here.
     """
     planned_rows, foreign = _plan_rows(suite, rows, controls, settings)
     seen: set[RowKey] = set()
+    chains_by_row: list[dict[str, Chain]] = []
     for row in rows:
         key = (row["name"], row.get("budget"))
         label = f"{row['name']} at 1/{row.get('budget')}"
@@ -265,22 +307,27 @@ def _check_methods(
             checked.problems.append(f"{label}: there are two such rows")
         seen.add(key)
         planned = planned_rows.get(key)
-        if row["role"] == "full":
-            methods = {part.name: _read_method(Chain().identity()) for part in suite.parts}
-            _check_results(row, label, methods, store, checked)
+        chains: dict[str, Chain] = {}
+        chains_by_row.append(chains)
+        if row["role"] == FULL_ROLE:
+            if row["name"] != FULL_ROLE:
+                checked.problems.append(f"{label}: its role is that of the full cache")
+            chains |= {part.name: Chain() for part in suite.parts}
+            _check_results(row, label, chains, store, checked)
         elif planned is not None:
-            if row["role"] != planned.role:
-                checked.problems.append(f"{label}: its role is {row['role']}, and the suite says {planned.role}")
-            methods = {}
+            for fact, value in (("role", planned.role), ("label", planned.config.label)):
+                if row[fact] != value:
+                    checked.problems.append(f"{label}: its {fact} is {row[fact]}, and the suite says {value}")
             for part in suite.parts:
                 config = planned.config_in(part)
                 if config is not None:
-                    methods[part.name] = _read_method(config.chain.identity())
-            _check_results(row, label, methods, store, checked)
-        elif row["name"] in foreign:
+                    chains[part.name] = config.chain
+            _check_results(row, label, chains, store, checked)
+        elif row["name"] in foreign and row["budget"] in suite.budgets:
             _check_foreign(row, label, store, checked)
         else:
             checked.problems.append(f"{label}: the method does not reach this budget, or reaches a smaller one")
+    return chains_by_row
 
 
 def _plan_rows(
@@ -294,7 +341,7 @@ def _plan_rows(
     """
     planned_rows: dict[RowKey, SuiteRow] = {(row.name, row.budget): row for row in controls}
     control_names = {control.name for control in controls}
-    names = [row["name"] for row in rows if row["role"] != "full"]
+    names = [row["name"] for row in rows if row["role"] != FULL_ROLE]
     foreign = set()
     for name in dict.fromkeys(names):
         if name in control_names:
@@ -325,10 +372,9 @@ def _read_identities(row: Line, store: ResultStore) -> Iterator[tuple[str, str, 
             yield part, column, record.identity
 
 
-def _check_results(
-    row: Line, label: str, methods: Mapping[str, dict[str, Any]], store: ResultStore, checked: Checked
-) -> None:
-    """Add to the problems each result of a row that was measured with another method than ``methods`` has by part."""
+def _check_results(row: Line, label: str, chains: Mapping[str, Chain], store: ResultStore, checked: Checked) -> None:
+    """Add to the problems each result of a row that was measured with another method than ``chains`` has by part."""
+    methods = {part: _read_method(chain.identity()) for part, chain in chains.items()}
     if set(row["results"]) != set(methods):
         checked.problems.append(
             f"{label}: it has results in {', '.join(row['results'])}, and not in {', '.join(methods)}"
@@ -341,8 +387,11 @@ def _check_results(
 def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) -> None:
     """Add to the problems a row of a method that is not here, if its results are of other stages than it names.
 
-    Its bytes are a problem, too, if they are more than MOST_BYTES times the budget.
+    Its role and label are problems, too, if no method has such, and its bytes if they are more than MOST_BYTES times
+    the budget.
     """
+    if row["role"] != METHOD or write_name(row["label"]) != row["name"]:
+        checked.problems.append(f"{label}: its role is {row['role']} and its label {row['label']}")
     # a row's name is its stages' ids with plus signs between them, and then the options
     method, *_ = row["name"].split(" ")
     named_stages = sorted(method.split("+"))
@@ -350,9 +399,45 @@ def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) 
         measured_stages = sorted(stage["id"] for stage in identity["chain"]["stages"])
         if measured_stages != named_stages:
             checked.problems.append(f"{label} on {column}: the result is of another method")
-    # JSON may hold nan, which is not above any number but must be refused, too
-    if not row["bytes"] <= MOST_BYTES * 100 / row["budget"]:
+    if row["bytes"] > MOST_BYTES * 100 / row["budget"]:
         checked.problems.append(f"{label}: it holds {row['bytes']} % of the bytes")
+
+
+def _check_samples(
+    suite: Suite,
+    rows: Sequence[Line],
+    samples: Sequence[Mapping[str, PartSamples]],
+    chains: Sequence[Mapping[str, Chain]],
+    *,
+    expected: lock.Locked,
+    shape: Shape,
+    checked: Checked,
+) -> None:
+    """Add to the problems each sample whose tokens, bytes, lengths or divergences its method and prompt do not give.
+
+    samples, chains: the samples and the methods of each of ``rows``, by part.
+    """
+    full = next(parts for row, parts in zip(rows, samples, strict=True) if row["role"] == FULL_ROLE)
+    measures = {part.name: part.measure for part in suite.parts}
+    for row, parts, chains_of_row in zip(rows, samples, chains, strict=True):
+        # a method has one chain in all parts but those with long answers
+        known: dict[tuple[Chain | None, int], Expected] = {}
+        for part, columns in parts.items():
+            chain = chains_of_row.get(part)
+            for column, of_column in columns.items():
+                locked = expected[part][column]
+                for n in set(locked["tokens"].values()):
+                    if (chain, n) not in known:
+                        known[chain, n] = expect(chain, shape, n)
+                problems = list_problems(
+                    of_column,
+                    full[part][column],
+                    locked=locked,
+                    measure=measures[part],
+                    expected={n: known[chain, n] for n in locked["tokens"].values()},
+                )
+                label = f"{row['name']} at 1/{row.get('budget')} on {column}"
+                checked.problems += [f"{label}: {problem}" for problem in problems]
 
 
 def _check_facts(
@@ -386,7 +471,7 @@ def _check_numbers(
     full_samples = []
     measured = []
     for row, parts in zip(rows, samples, strict=True):
-        if row["role"] == "full":
+        if row["role"] == FULL_ROLE:
             full_samples.append(parts)
         else:
             measured.append(RowSamples(name=row["name"], budget=row["budget"], role=row["role"], parts=parts))
@@ -440,7 +525,8 @@ def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
     if not _is_number(stored):
         return 1, True
     allowed_difference = TOLERANCE * max(1.0, abs(value))
-    return 1, abs(value - stored) > allowed_difference
+    # written so that NaN, which differs from nothing by more than any number, differs
+    return 1, not abs(value - stored) <= allowed_difference
 
 
 def _is_number(value: Any) -> bool:
@@ -463,7 +549,7 @@ def describe_findings(place: Path, checked: Checked) -> str:
         )
         if checked.unscored:
             text += f" {checked.unscored:,} answers could not be scored again: their texts are not on this machine."
-        return text
+        return "\n  ".join([text, *checked.told])
     lines = [f"{place}: NOT verified, {len(checked.problems)} problems"]
     lines += [f"  {problem}" for problem in checked.problems[:MOST_LISTED]]
     if len(checked.problems) > MOST_LISTED:
