@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -50,10 +51,17 @@ PAGE_OF = {
 """The page of the site for a file or folder of the repository, to which the links of docs/ point."""
 FROM_ROOT = ("add.md", "architecture.md", suite_pages.PAGE)
 """Pages whose links are written as seen from the root."""
-WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/": 0.25, "results/claims": 0.5}
+WEIGHTS = {"methods/": 4, "papers/": 2, "results/claims": 0.5}
 """The weight in the search of pages by the beginning of their name; others have 1."""
-WIDE = ("results/tables/", "results/tiny/")
-"""Pages whose tables need the space of both sidebars."""
+TABLES = ("results/tables/", "results/tiny/")
+"""Pages of generated tables. They need the space of both sidebars, and the search leaves them out."""
+SEARCH = "assets/javascripts/workers/search.*.js"
+LUNR_STATE = re.compile(r"(\w+)=\1\+\w+\+\w+\.id\b")
+"""Where lunr 2.3.9 writes a state of its word graph as text: it adds a letter and the id of the next state.
+
+States of equal text become one. Without a separator behind the id, states differ and have equal texts where digits are
+letters. Pages are full of numbers, so that some words were not found.
+"""
 CLAIMS = "results/claims.md"
 TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.paper_ids())})-(\d+)\.md")
 """Pages of a paper's table: the paper, and the number of the table."""
@@ -136,7 +144,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _with_front_matter(text: str, name: str) -> str:
-    """Return the text of a page with its weight in the search, and with the width of the window if it has wide tables.
+    """Return the text of a page with its weight in the search; one of TABLES is left out of it and has the whole width.
 
     Pages about a thing come before tables that name it.
     """
@@ -144,8 +152,8 @@ def _with_front_matter(text: str, name: str) -> str:
     for start, weight in WEIGHTS.items():
         if name.startswith(start):
             lines += ["search:", f"  boost: {weight}"]
-    if name.startswith(WIDE):
-        lines.append("hide: [navigation, toc]")
+    if name.startswith(TABLES):
+        lines += ["search:", "  exclude: true", "hide: [navigation, toc]"]
     if not lines:
         return text
     return "\n".join(["---", *lines, "---", "", text])
@@ -209,6 +217,15 @@ def on_post_template(output_content: str, *, template_name: str, config: MkDocsC
         '<a href="index.html">home page</a>, the <a href="guide.html">guide</a>, the <a href="methods/index.html">'
         'methods</a> or the <a href="results/index.html">findings</a>.</p>',
     )
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Put the separator that lunr lacks into the site's search (LUNR_STATE)."""
+    (worker,) = Path(config.site_dir).glob(SEARCH)
+    code, count = LUNR_STATE.subn(r'\g<0>+","', worker.read_text("utf-8"))
+    if count != 1:
+        raise PluginError(f"{worker.name} has another lunr: mend LUNR_STATE in scripts/build_site.py")
+    worker.write_text(code, "utf-8")
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

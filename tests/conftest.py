@@ -47,7 +47,9 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     """Name the tests of more than LONG_S that are not marked e2e. Nothing fails: machines are noisy."""
     skipped = [report.nodeid for report in terminalreporter.stats.get("skipped", ())]
-    terminalreporter.config.cache.set(SKIPPED, skipped)
+    # scripts/mutants.py runs without the plugin
+    if terminalreporter.config.pluginmanager.hasplugin("cacheprovider"):
+        terminalreporter.config.cache.set(SKIPPED, skipped)
     reports = chain.from_iterable(terminalreporter.stats.get(key, ()) for key in ("passed", "failed"))
     long = [r for r in reports if r.when == "call" and r.duration > LONG_S and "e2e" not in r.keywords]
     for report in sorted(long, key=lambda r: -r.duration):

@@ -1,7 +1,10 @@
 """The documentation site: generated pages name all that there is, and docs/own.md prints what its method gives."""
 
+import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import yaml
 from support import processes
 
-from kvbench.base.conf import top_level
+from kvbench.base.conf import entries, top_level
 from kvbench.methods.core import registry
 
 ROOT = Path(__file__).parent.parent
@@ -153,3 +156,33 @@ def test_sections_of_contributing_become_pages():
     pages = build_site._contributing_pages()
     assert "| `kv/` |" in pages["architecture.md"] and "**From `method=` to a stage.**" in pages["architecture.md"]
     assert "**A selector**" in pages["add.md"]
+
+
+@pytest.mark.e2e("builds the site")
+def test_the_search_finds_methods_datasets_and_words_of_the_navigation_while_they_are_typed(tmp_path):
+    """Runs the site's own search."""
+    pytest.importorskip("mkdocs")
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, which runs the site's search")
+    import build_site
+
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    navigation = build_site._with_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    titles = " ".join(re.findall(r'"([^"]+)": ', json.dumps(navigation)))
+    words = {*registry.available(), *entries("dataset"), *re.findall(r"\w[\w'-]*", titles)}
+    # the home page has another title, and lunr leaves out "how"
+    words -= {"Home", "how"}
+    (worker,) = tmp_path.glob("assets/javascripts/workers/search.*.js")
+    index = tmp_path / "search" / "search_index.json"
+    queries = {word[:end] for word in words for end in range(1, len(word) + 1)}
+    done = subprocess.run(
+        [node, ROOT / "tests/support/site_search.js", worker, index],
+        input="\n".join(sorted(queries)), text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    pages = json.loads(done.stdout.splitlines()[-1])
+    assert {query for query in queries if not pages[query]} == set()
+    assert min(pages["snapkv"], pages["h2o"]) > 20
+    locations = [entry["location"] for entry in json.loads(index.read_text("utf-8"))["docs"]]
+    assert len(locations) > 500 and not any(location.startswith(build_site.TABLES) for location in locations)
