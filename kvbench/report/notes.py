@@ -164,6 +164,43 @@ def note_thoughts(rows: Sequence[ReportRow]) -> list[str]:
     return notes
 
 
+def note_faults(group: Group, reader: SampleReader) -> list[str]:
+    """Return the note on the fault of published scripts that a task's scores keep: which share of answers it concerns.
+
+    Return [] if there is none, or if it concerns no answer.
+    """
+    task, rule = group.task, metric(group.task.metric)
+    fault, remedy = rule.fault, f"metric {rule.mended}, rules=mended of LongBench's datasets"
+    if task.lead:
+        fault, remedy = "the given beginning of a sentence is scored with each answer", "rules=mended"
+    if not fault:
+        return []
+    shares = []
+    for cell in group.cells:
+        if reader.store.damage(cell.id) is not None:
+            continue
+        samples = reader.read(cell.id)
+        concerned: list[bool] = []
+        for example in group.examples:
+            if example.id not in samples:
+                continue
+            texts = samples[example.id].texts
+            # the questions of a context have references of their own
+            questions = [example.asked(i) for i in range(len(example.turns))] or [example] * len(texts)
+            for text, question in zip(texts, questions, strict=True):
+                concerned.append(
+                    bool(task.lead) or task.score(text, question, rule.mended) != task.score(text, question)
+                )
+        if any(concerned):
+            shares.append(f"{cell.label} {100 * sum(concerned) / len(concerned):.1f} %")
+    if not shares:
+        return []
+    return [
+        f"{group.column}: as in published scripts, {fault} ({remedy} mends it). Answers that this concerns: "
+        f"{', '.join(shares)}."
+    ]
+
+
 def note_unended(group: Group, reader: SampleReader) -> list[str]:
     """Return the note that answers of worked solutions were cut off, and may lack a result; [] if none was."""
     # ``lengths`` marks the metrics that read worked solutions

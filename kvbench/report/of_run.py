@@ -19,6 +19,7 @@ from kvbench.report.notes import (
     note_cuts,
     note_empty,
     note_examples,
+    note_faults,
     note_lengths,
     note_model,
     note_precision,
@@ -159,7 +160,7 @@ def _list_notes(
     notes += note_empty(groups, rows)
     notes += note_thoughts(rows)
     for task in tasks:
-        notes += task.about_unended
+        notes += task.about_unended + task.about_faults
     if _has_decoding_budget(groups):
         notes += note_lengths(rows)
     return notes
@@ -187,6 +188,7 @@ class _TaskResults:
     full_scores: the full cache's scores by example; empty without a full cache.
     about_cuts: the notes on cut prompts.
     about_unended: the notes on answers that were cut off.
+    about_faults: the notes on faults of published scripts.
     apart: the labels of the cells that did not share the prefill of the first cell.
     """
 
@@ -194,7 +196,8 @@ class _TaskResults:
     scores: Mapping[str, Mapping[str, float]]
     full_scores: Mapping[str, float]
     about_cuts: Sequence[str]
-    about_unended: Sequence[str]
+    about_unended: list[str]
+    about_faults: list[str]
     apart: Sequence[str]
 
 
@@ -228,6 +231,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
         full_scores=full_scores,
         about_cuts=about_cuts,
         about_unended=note_unended(group, reader),
+        about_faults=note_faults(group, reader),
         apart=_find_apart(group, reader),
     )
 

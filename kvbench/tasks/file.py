@@ -96,7 +96,7 @@ def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metri
     classes: tuple[str, ...] = row.texts(keys.classes) if keys.classes in row else ()
     if scorer.needs_classes and not classes:
         raise row.wrong(f"metric {scorer.name} needs a list of labels under the key {keys.classes!r}")
-    turns = _read_turns(row, keys)
+    turns = _read_turns(row, keys, scorer)
     if turns:
         if keys.context not in row:
             raise row.wrong(f"{keys.questions!r} needs the context that they are asked of, under {keys.context!r}")
@@ -105,7 +105,7 @@ def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metri
         answers: tuple[str, ...] = ()
     else:
         prompt, question = _read_prompt(row, keys)
-        answers = row.texts(keys.answers)
+        answers = _read_references(row, keys, scorer)
     return Example(
         id=name,
         prompt=prompt,
@@ -117,13 +117,24 @@ def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metri
     )
 
 
-def _read_turns(row: FileRow, keys: LineKeys) -> tuple[Turn, ...]:
+def _read_references(row: FileRow, keys: LineKeys, scorer: metrics.Metric) -> tuple[str, ...]:
+    """Return the references of a line or a question. Raises UsageError if all are blank and the metric needs text."""
+    references = row.texts(keys.answers)
+    if not (scorer.blank or any(reference.strip() for reference in references)):
+        raise row.wrong(
+            f"{keys.answers!r} is empty: metric={scorer.name} compares answers with a reference; fill it in or leave "
+            "the line out (squad_f1 and squad_em take an empty reference for an empty answer)"
+        )
+    return references
+
+
+def _read_turns(row: FileRow, keys: LineKeys, scorer: metrics.Metric) -> tuple[Turn, ...]:
     """Return a line's questions about its context, or () for a line with a single prompt."""
     if keys.questions not in row:
         return ()
     turns = []
     for question in row.records(keys.questions):
-        turns.append(Turn(question.text(keys.question), question.texts(keys.answers)))
+        turns.append(Turn(question.text(keys.question), _read_references(question, keys, scorer)))
     return tuple(turns)
 
 

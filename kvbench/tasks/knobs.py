@@ -9,6 +9,8 @@ from typing import TypeVar
 from kvbench.base.errors import UsageError, unknown
 
 T = TypeVar("T")
+RULES = ("scripts", "mended")
+"""Whether a score keeps the faults of published scripts."""
 
 
 def check_whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:

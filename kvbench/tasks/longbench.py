@@ -17,6 +17,8 @@ from types import MappingProxyType
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, limit_answers, read_text
+from kvbench.tasks.knobs import RULES, check_word
+from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.rows import FileRow, describe_value, is_count, parse_json, read_lines
 from kvbench.tasks.source import Files
@@ -100,14 +102,20 @@ def length_bucket(length: int) -> str:
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
-def metric_name(task: str, code_sim: str) -> str:
-    """Return the name of a task's metric. ``code_sim`` is the backend of code similarity, levenshtein or difflib."""
+def metric_name(task: str, code_sim: str, rules: str = "scripts") -> str:
+    """Return the name of a task's metric.
+
+    code_sim: the backend of code similarity, levenshtein or difflib.
+    rules: one of RULES.
+    """
     if code_sim not in BACKENDS:
         raise unknown("backend of code_sim", code_sim, BACKENDS)
-    metric = TASKS[task].metric
-    if metric == "code_sim":
-        return BACKENDS[code_sim]
-    return metric
+    name = TASKS[task].metric
+    if name == "code_sim":
+        name = BACKENDS[code_sim]
+    if rules == "mended":
+        return metric(name).mended or name
+    return name
 
 
 def scored_part(task: str, prediction: str) -> str:
@@ -118,13 +126,19 @@ def scored_part(task: str, prediction: str) -> str:
 
 
 def load(
-    context: LoadContext, split: str, code_sim: str, folder: str = FOLDER, max_new_tokens: int | None = None
+    context: LoadContext,
+    split: str,
+    code_sim: str,
+    folder: str = FOLDER,
+    max_new_tokens: int | None = None,
+    rules: str = "scripts",
 ) -> list[Task]:
     """Return the selected tasks of one split, or all, read from ``folder`` below the data folder.
 
     split: ``en``, ``zh`` or ``e``.
     code_sim: the backend of code similarity, ``levenshtein`` or ``difflib``.
     max_new_tokens: the most tokens of every answer; None: the lengths in LongBench's file.
+    rules: ``scripts`` or ``mended``: whether a metric keeps the faults of LongBench's scripts.
 
     The two official files are always LongBench's own, in LongBench's folder. If files are missing, raises UsageError
     that names them and the ways to get them. For a damaged line the error names file, line and reason.
@@ -134,6 +148,7 @@ def load(
         raise unknown(f"value of dataset.{dataset}.split", split, SPLITS)
     # a wrong backend is an error even if no code task is selected
     metric_name("lcc", code_sim)
+    check_word(dataset, "rules", rules, RULES)
     for name in selection:
         if name not in task_names(split):
             raise unknown(f"task of dataset {dataset}", name, task_names(split))
@@ -149,7 +164,7 @@ def load(
         task = Task(
             id=f"{dataset}/{name}",
             examples=examples,
-            metric=metric_name(name, code_sim),
+            metric=metric_name(name, code_sim, rules),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
             # pred.py ends samsum's answers at a newline, since models continue with another dialogue. The newline must

@@ -19,7 +19,7 @@ from kvbench.base.example import Example
 from kvbench.base.numbers import ceil_div
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, read_text
-from kvbench.tasks.knobs import check_whole
+from kvbench.tasks.knobs import RULES, check_whole, check_word
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, NeedlePair, draw_needle
 
@@ -116,6 +116,7 @@ class NeedleKnobs:
     prompt: str | None
     metric: str | None
     max_new_tokens: int | None
+    rules: str = "scripts"
 
 
 def load(context: LoadContext, **entry: Any) -> list[Task]:
@@ -151,20 +152,20 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note=_write_note(dataset, phrasing, len(text), length),
+            note=_write_note(dataset, phrasing, len(text), length, knobs.rules),
             stop=stop,
             min_new_tokens=min_new_tokens,
             grid=("depth",),
-            lead=phrasing.lead,
+            lead=phrasing.lead if knobs.rules == "scripts" else "",
         )
         tasks.append(task)
     return tasks
 
 
-def _write_note(dataset: str, phrasing: Phrasing, chars: int, length: int) -> str:
+def _write_note(dataset: str, phrasing: Phrasing, chars: int, length: int, rules: str) -> str:
     """Return the note of the task with prompts of ``length`` tokens, from a haystack of ``chars`` characters."""
     facts = []
-    if phrasing.lead:
+    if phrasing.lead and rules == "scripts":
         facts.append(f"{dataset}: {LEAD_NOTE}")
     # nearly every token has at least one character, so fewer characters than tokens cannot fill the prompt
     if chars < length:
@@ -432,6 +433,10 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # published needle scores compare the answer with the whole needle sentence
         phrasing = replace(phrasing, pair=_hide_always(CLASSIC_SENTENCE))
+    check_word(dataset, "rules", knobs.rules, RULES)
+    if phrasing.lead and knobs.rules == "mended":
+        # the answer alone is compared with what is left of the sentence
+        phrasing = replace(phrasing, pair=_hide_always(CLASSIC_NEEDLE._replace(question=phrasing.pair(0).question)))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvbench.base.example import Example, ScoredText
+from kvbench.base.example import Example, ScoredText, Turn
 from kvbench.cli.main import main
-from kvbench.plan.advice import about_prompts, at_floor
+from kvbench.plan.advice import about_prompts, at_floor, chance
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 
@@ -125,6 +125,16 @@ def test_the_floor_is_nothing_or_guessing(given, score, floor):
 def run(capsys, tmp_path, *more):
     assert main(["run", *SMALL, f"results={tmp_path}", "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_guessing_is_averaged_over_all_examples():
+    sizes = (2, 4, 4)
+    examples = [Example(f"{n}", "p", ("a",), 8, classes=tuple("abcd"[:size])) for n, size in enumerate(sizes)]
+    assert chance(Task("t/t", tuple(examples), "classification", "test")) == pytest.approx((1 / 2 + 1 / 4 + 1 / 4) / 3)
+    # an empty answer is right for one of the two questions of one context out of two
+    turns = [(Turn("q", ("",)), Turn("q", ("x",))), (Turn("q", ("x",)), Turn("q", ("x",)))]
+    contexts = [Example(f"{n}", "p", (), 8, turns=questions) for n, questions in enumerate(turns)]
+    assert chance(Task("t/t", tuple(contexts), "squad_f1", "test", turns="isolated")) == 1 / 4
 
 
 def test_a_table_says_where_the_full_cache_is_at_the_floor_and_who_evicts(tmp_path, capsys):

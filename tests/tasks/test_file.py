@@ -83,6 +83,8 @@ GOOD = {"prompt": "a", "answers": "b"}
         ({"prompt": "a", "answers": []}, "'answers' must be text or a list of texts"),
         ({"prompt": "a", "answers": ["b", 4]}, r"'answers' must be .* got \[\"b\", 4\]"),
         ({"prompt": "a", "answers": None}, "'answers' must be .* got null"),
+        ({"prompt": "a", "answers": [""]}, "'answers' is empty: metric=f1 compares answers with a reference"),
+        ({"prompt": "a", "answers": "\n "}, "'answers' is empty: metric=f1 compares answers with a reference"),
         ({**GOOD, "max_new_tokens": 0}, "'max_new_tokens' must be a whole number from 1, got 0"),
         ({**GOOD, "max_new_tokens": True}, "'max_new_tokens' must be a whole number"),
         ({**GOOD, "id": [1]}, "'id' must be text or a whole number"),
@@ -135,3 +137,12 @@ def test_xsum_prompts():
     assert task.id == "file/xsum_helm_0shot" and len(task.examples) == 300
     assert {e.max_new_tokens for e in task.examples} == {64}
     assert all(e.prompt.startswith("###\nArticle: ") and len(e.answers) == 1 for e in task.examples)
+
+
+def test_empty_references_of_questions_are_named_and_metrics_of_empty_answers_take_them(write):
+    path = write(
+        {"context": "a", "questions": [{"question": "b?", "answers": "c"}, {"question": "d?", "answers": [""]}]}
+    )
+    with pytest.raises(UsageError, match=r"line 1, questions\[1\]: 'answers' is empty: metric=f1"):
+        load(path)
+    assert load(path, metric="squad_f1").examples[0].turns[1].answers == ("",)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from support.data import data_path
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError
@@ -129,7 +130,7 @@ def test_longbench_e_knows_its_ranges(root):
 
 
 def test_the_backend_of_code_sim_is_a_knob_and_identity(root):
-    fill(root, ["lcc", "qasper"])
+    fill(root, ["lcc", "trec", "qasper"])
     assert load(root, "longbench", "lcc")[0].metric == "code_sim"
     by_difflib = load(root, "longbench", "lcc", "qasper", code_sim="difflib")
     assert [t.metric for t in by_difflib] == ["code_sim_difflib", "f1"]
@@ -139,6 +140,12 @@ def test_the_backend_of_code_sim_is_a_knob_and_identity(root):
         (group,) = build_groups(parse(run), {}, None, None, n_layers=1)
         ids.append(group.cells[0].id)
     assert ids[0] != ids[1]
+    for backend in ("levenshtein", "difflib"):
+        (lcc, trec) = load(root, "longbench", "lcc", "trec", code_sim=backend, rules="mended")
+        plain = load(root, "longbench", "lcc", code_sim=backend)[0].metric
+        assert (lcc.metric, trec.metric) == (f"{plain}_mended", "classification_mended")
+    with pytest.raises(UsageError, match=r"dataset\.longbench\.rules"):
+        load(root, "longbench", "lcc", rules="better")
     with pytest.raises(UsageError, match="unknown backend fuzzy of code_sim"):
         load(root, "longbench", "lcc", code_sim="fuzzy")
 
@@ -287,3 +294,26 @@ def test_a_run_reports_longbench_e_by_range(root, capsys):
     assert {name: b["n"] for name, b in cell["buckets"].items()} == {"0-4k": 1, "4-8k": 1, "8k+": 2}
     complete = sum(b["n"] * b["score"] for b in cell["buckets"].values()) / 4
     assert complete == pytest.approx(cell["score"])
+
+
+def test_the_share_of_answers_that_a_kept_fault_concerns_is_told(root, capsys, monkeypatch):
+    fill(root, ["lcc"])
+    decode = PreTrainedTokenizerBase.decode
+    # one of four answers begins with a line of spaces
+    leads = {"1": " \n"}
+
+    def answer(self, ids, skip_special_tokens=False, **options):
+        if not skip_special_tokens:
+            return decode(self, ids, **options)
+        leads["n"] = leads.get("n", 0) + 1
+        return leads.get(str(leads["n"]), "") + "salt"
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "decode", answer)
+    arguments = ["run", "dataset=longbench/lcc", "method=full", "max_length=256", f"data.root={root}"]
+    for rules, concerned in (("scripts", True), ("mended", False)):
+        leads.pop("n", None)
+        assert main([*arguments, f"results={root / rules}", f"rules={rules}", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        told = "a first line of spaces is scored as the code (metric code_sim_mended, rules=mended of"
+        assert any(told in note and note.endswith("concerns: full 25.0 %.") for note in report["notes"]) == concerned
+        assert report["rows"][0]["cells"][0]["score"] == (75 if concerned else 100)

@@ -290,6 +290,10 @@ def test_a_sentence_to_complete_is_scored_whole_as_papers_do(haystack):
         assert points("") == pytest.approx(60)
         assert "an empty one has 60.0" in task.note
         assert at_floor(task, [0.62] * 4) and not at_floor(task, [0.64] * 4)
+    (mended, *_) = load(bpe(), haystack=haystack, phrasing="completion", rules="mended", **knobs)
+    assert [e.prompt for e in mended.examples] == [e.prompt for e in tasks[0].examples] and not mended.note
+    sentence = "eat a sandwich and sit in Dolores Park on a sunny day"
+    assert [mended.score(text, mended.examples[0]) for text in ("", f" {sentence}.")] == [0, 1]
     (plain, *_) = load(bpe(), haystack=haystack, phrasing="sanfrancisco", **knobs)
     # nothing of it stands in the identity of tasks without a beginning
     assert "lead" not in plain.list_answer_settings() and tasks[0].list_answer_settings()["lead"]

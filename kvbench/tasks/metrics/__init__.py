@@ -32,6 +32,7 @@ LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"
 RULER = "github.com/NVIDIA/RULER scripts/eval/synthetic/constants.py"
 KVPRESS = "github.com/NVIDIA/kvpress evaluation/benchmarks/ruler"
+BLANK_CODE = "a first line of spaces is scored as the code"
 COQA = "stanfordnlp.github.io/coqa"
 
 
@@ -52,6 +53,9 @@ class Metric:
         score over single references counts.
     package: the package of an extra that the metric calls; '' for none.
     decided_by: the distribution whose version decides scores, and so is part of a cell's identity; '' for none.
+    fault: the fault of the published rule, which is kept, in words; '' for none.
+    mended: the metric without that fault; '' for none.
+    blank: True if an empty reference means that the right answer is empty. Other metrics need some text.
     lengths: True if answers are worked solutions, so that their mean length is shown beside their score.
     """
 
@@ -66,6 +70,9 @@ class Metric:
     whole: Callable[[str, Example], float | None] | None = None
     package: str = ""
     decided_by: str = ""
+    fault: str = ""
+    mended: str = ""
+    blank: bool = False
     lengths: bool = False
 
     def identity(self) -> dict[str, object]:
@@ -160,9 +167,11 @@ def _by_single_reference(
     return score_reference
 
 
-def _score_classification(prediction: str, reference: str, example: Example) -> float | None:
+def _score_classification(
+    prediction: str, reference: str, example: Example, *, examine_all: bool = False
+) -> float | None:
     """Return LongBench's classification score among the example's classes; None if the example has no classes."""
-    return choice.classification(prediction, reference, example.classes)
+    return choice.classification(prediction, reference, example.classes, examine_all=examine_all)
 
 
 def _score_nothing(prediction: str, reference: str, example: Example) -> None:
@@ -210,12 +219,33 @@ _METRICS = (
         by_pair(text.contains_any_case),
     ),
     # metrics of code
-    Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, by_pair(code.code_sim)),
+    Metric(
+        "code_sim",
+        "edit similarity of the first code line (Levenshtein)",
+        LONGBENCH,
+        by_pair(code.code_sim),
+        fault=BLANK_CODE,
+        mended="code_sim_mended",
+    ),
+    Metric(
+        "code_sim_mended",
+        "code_sim of the first line that is not blank",
+        "kvbench",
+        by_pair(partial(code.code_sim, skip_blank=True)),
+    ),
     Metric(
         "code_sim_difflib",
         "edit similarity of the first code line (difflib, what LongBench does without python-Levenshtein)",
         LONGBENCH,
         by_pair(partial(code.code_sim, backend="difflib")),
+        fault=BLANK_CODE,
+        mended="code_sim_difflib_mended",
+    ),
+    Metric(
+        "code_sim_difflib_mended",
+        "code_sim_difflib of the first line that is not blank",
+        "kvbench",
+        by_pair(partial(code.code_sim, backend="difflib", skip_blank=True)),
     ),
     Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", by_pair(code.edit_sim)),
     # final answers: numbers, or out of a closed set
@@ -224,6 +254,15 @@ _METRICS = (
         "if the answer names the right class: 1 over the number of classes that it names, else 0",
         LONGBENCH,
         _score_classification,
+        needs_classes=True,
+        fault="a class whose name is a part of the right one's may count as found",
+        mended="classification_mended",
+    ),
+    Metric(
+        "classification_mended",
+        "classification, with each name in the answer examined",
+        "kvbench",
+        partial(_score_classification, examine_all=True),
         needs_classes=True,
     ),
     Metric(
@@ -264,14 +303,23 @@ _METRICS = (
     ),
     # metrics of question answering
     Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, by_pair(bleu.bleu)),
-    Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, by_pair(squad.squad_f1)),
-    Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", by_pair(squad.squad_em)),
+    Metric(
+        "squad_f1",
+        "token F1 after SQuAD normalisation, 1 for two empty answers",
+        COQA,
+        by_pair(squad.squad_f1),
+        blank=True,
+    ),
+    Metric(
+        "squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", by_pair(squad.squad_em), blank=True
+    ),
     Metric(
         "coqa_f1",
         "squad_f1 with the best of all references but one, averaged over the one that is left out",
         COQA,
         by_pair(squad.squad_f1),
         whole=_by_all_references(squad.coqa_f1),
+        blank=True,
     ),
     Metric(
         "best_subspan_em",

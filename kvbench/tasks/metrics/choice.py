@@ -20,14 +20,20 @@ def accuracy(prediction: str, reference: str) -> float:
     return float(_normalise_label(first_line(prediction.lstrip())) == _normalise_label(reference))
 
 
-def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
+def classification(
+    prediction: str, reference: str, classes: Sequence[str], *, examine_all: bool = False
+) -> float | None:
     """Return 1 / the number of class names found in the prediction if the right name is among them, else 0.
 
     A name that is merely a part of the right name does not count as found. Returns None without classes.
+
+    examine_all: True if each name is examined. LongBench never examines the name after one that does not count.
     """
     if not classes:
         return None
     names = [name for name in classes if name in prediction]
+    if examine_all:
+        names = [name for name in names if name == reference or name not in reference]
     # LongBench removes names from the list while walking over it, so it never examines the name after a removed one;
     # this loop does the same, since the result is the benchmark's score
     i = 0

@@ -15,14 +15,20 @@ from rapidfuzz.distance import Indel
 Backend = Literal["levenshtein", "difflib"]
 
 
-def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") -> float:
+def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein", *, skip_blank: bool = False) -> float:
     """Return the similarity in [0, 1] of the first line of code to the reference, in whole hundredths as in LongBench.
 
     The first line of code is the first line without a backtick, ``#`` or ``//``. If there is no such line, the empty
-    text is compared. Source: github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
+    text is compared.
+
+    skip_blank: True if blank lines are skipped, too. LongBench takes a line of spaces for the code.
+
+    Source: github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
     """
     code_line = ""
     for line in prediction.lstrip("\n").split("\n"):
+        if skip_blank and not line.strip():
+            continue
         # LongBench skips fences of Markdown and comments of Python, C# and Java
         if "`" not in line and "#" not in line and "//" not in line:
             code_line = line

@@ -3,6 +3,8 @@ import random
 import pytest
 from support import metric_reference as slow
 
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import metric, score
 from kvbench.tasks.metrics.choice import accuracy, classification, count, retrieval
 
 
@@ -35,6 +37,13 @@ def test_classification_by_hand():
 def test_classification_keeps_the_benchmarks_skip():
     # Removing "a" moves "ab" to the place already visited: it stays and halves the score.
     assert classification("abc", "abc", ["a", "ab", "abc"]) == 1 / 2
+
+
+def test_mended_classification_examines_every_name():
+    for names, share in ((["a", "ab", "abc"], 1.0), (["a", "ab", "abc", "x"], 1 / 2)):
+        example = Example("a", "p", ("abc",), 8, classes=tuple(names))
+        assert score(metric("classification").mended, "abcx", example) == share
+    assert score("classification_mended", "x", example) == 0.0
 
 
 def test_classification_equals_a_slow_copy():

@@ -5,6 +5,8 @@ from fuzzywuzzy import fuzz
 from fuzzywuzzy.StringMatcher import StringMatcher
 from support import metric_reference as slow
 
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import metric, score
 from kvbench.tasks.metrics.code import code_sim, edit_sim, fuzz_ratio
 
 MATCHERS = {"levenshtein": StringMatcher, "difflib": difflib.SequenceMatcher}
@@ -47,6 +49,18 @@ def test_levenshtein_equals_a_slow_copy():
 def test_first_line_of_code(prediction, line):
     for reference in ("x = 1", "\tx = 1;", "print(x)"):
         assert code_sim(prediction, reference) == slow.fuzz_ratio(line, reference) / 100
+
+
+@pytest.mark.parametrize("lead", ["", "\n", "\n\n", "   \n", "\n    \n", "\r\n", "\t\n", "# note\n \n"])
+@pytest.mark.parametrize("name", ["code_sim", "code_sim_difflib"])
+def test_the_mended_rule_skips_blank_lines(name, lead):
+    code_line = "    return self.total / self.count"
+    example = Example("a", "p", (code_line,), 8)
+    mended = metric(name).mended
+    assert score(mended, lead + code_line, example) == 1.0
+    # only empty lines and a comment alone are skipped by the published rule
+    assert (score(name, lead + code_line, example) == 1.0) == (not lead.strip("\n"))
+    assert score(mended, " \n", example) == 0.0
 
 
 def test_code_sim_by_hand():
