@@ -29,8 +29,14 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
     templated = [task for task in answered if policy.templated(task)]
     notes = []
     is_bare = policy.name == "plain" and policy.template == "off"
-    if answered and is_bare and getattr(tokenizer, "chat_template", None):
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if answered and is_bare and has_template and not _count_templated(policy, answered, tokenizer):
         notes.append("The tokenizer has a chat template; prompt=chat applies it.")
+    for name, count in _count_templated(policy, templated, tokenizer).items():
+        notes.append(
+            f"{name}: {count} prompts hold the chat template's text already, and prompt={policy.name} applies it "
+            "twice; prompt=plain reads them as they are."
+        )
     if policy.system and not templated:
         notes.append("system= is ignored: no prompt here goes through a chat template (prompt=chat applies it).")
     # tasks of chat prompts with short answers, and the longest answer of each
@@ -92,6 +98,16 @@ def _count_bytes(chain: Chain, shape: Shape, n: int) -> int | None:
         return None
     declared = bytes_declared(chain, shape, n, itemsize=2)
     return None if declared is None else declared.total
+
+
+def _count_templated(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> dict[str, int]:
+    """Return how many prompts of each task hold the chat template's text. Tasks without such prompts are left out."""
+    counts = {}
+    for task in tasks:
+        count = policy.suit(task).count_templated(tokenizer, [example.prompt for example in task.examples])
+        if count:
+            counts[task.id] = count
+    return counts
 
 
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:

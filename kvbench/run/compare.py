@@ -33,6 +33,7 @@ from kvbench.plan.words import split_list
 from kvbench.report.report import Report
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
+from kvbench.tasks.prompt import tokenize_text
 from kvbench.tasks.rows import has_half_pair
 
 MethodEntry = str | Mapping[str, Any]
@@ -191,7 +192,7 @@ def _find_end_ids(model: PreTrainedModel) -> frozenset[int]:
 def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, ending: Ending) -> str:
     """Return the full cache's greedy answer to a text."""
     # [tokens] of the plain text, without a template
-    ids = torch.tensor(tokenizer.encode(text))
+    ids = torch.tensor(tokenize_text(tokenizer, text, special=True))
     # a chain without stages is the full cache
     caches = prefill_chains(model, ids, [Chain()])
     (answer,) = decode.generate_rows(model, caches, [ending])

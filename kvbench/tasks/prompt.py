@@ -6,7 +6,7 @@ The presets in conf/prompt hold the choices of each paper's scripts, with the so
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,6 +111,12 @@ class PromptPolicy:
                 "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
                 "model.chat_template="
             )
+        without = drop_typed_bos(tokenizer, content)
+        if without != content:
+            text = self.render_talk(tokenizer, [{"role": "user", "content": without}])
+            # the template writes the token itself, once: some templates begin every message with it
+            if text.startswith(tokenizer.bos_token) and text.count(tokenizer.bos_token) == 1:
+                return text
         return self.render_talk(tokenizer, [{"role": "user", "content": content}])
 
     def render_talk(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
@@ -133,6 +139,20 @@ class PromptPolicy:
         except Exception as error:
             # templates are programs and may raise any error
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
+
+    def count_templated(self, tokenizer: Any, prompts: Iterable[str]) -> int:
+        """Return how many prompts hold the text that the chat template puts around a message.
+
+        It is 0 without a template, and for one that fails: prompts are refused where it is to be applied.
+        """
+        try:
+            start, _, end = self.render_message(tokenizer, SENTINEL).partition(SENTINEL)
+        except UsageError:
+            return 0
+        # the last line before a message and the first line behind it, since system messages differ
+        lines = (drop_typed_bos(tokenizer, start).strip().split("\n")[-1], end.strip().split("\n")[0])
+        marks = [line for line in lines if line]
+        return sum(bool(marks) and all(mark in prompt for mark in marks) for prompt in prompts)
 
     def make_renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
         """Return the function from a prompt to its text in the chat template; None if no task uses one."""
@@ -172,6 +192,10 @@ class PromptPolicy:
         if task.turns:
             # contexts of several questions are always cut by tokens
             settings["truncation"] = "tokens"
+        is_typed = any(drop_typed_bos(tokenizer, example.prompt) != example.prompt for example in task.examples)
+        if is_typed and (self.templated(task) or list(tokenizer.encode(""))):
+            # earlier versions read such prompts with two tokens at the beginning, and have them under the older id
+            settings["bos"] = "once"
         if self.templated(task):
             policy = self.suit(task)
             frame = policy.render_message(tokenizer, SENTINEL)
@@ -391,10 +415,25 @@ def knows_offsets(tokenizer: Any) -> bool:
 
 
 def tokenize_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    """Return the ids of a text. ``special`` adds the special tokens that the tokenizer puts around a text."""
-    if special:
-        return list(tokenizer.encode(text))
-    return tokenize_plain(tokenizer, text)
+    """Return the ids of a text. ``special`` adds the special tokens that the tokenizer puts around a text.
+
+    If the text begins with the token that begins every text, a second one is not added.
+    """
+    if not special:
+        return tokenize_plain(tokenizer, text)
+    ids = list(tokenizer.encode(text))
+    begin_id = getattr(tokenizer, "bos_token_id", None)
+    while begin_id is not None and ids[:2] == [begin_id, begin_id]:
+        del ids[0]
+    return ids
+
+
+def drop_typed_bos(tokenizer: Any, text: str) -> str:
+    """Return a text without the tokenizer's beginning-of-sequence tokens that are typed at its start."""
+    begin = getattr(tokenizer, "bos_token", None)
+    while begin and text.lstrip().startswith(begin):
+        text = text.lstrip().removeprefix(begin)
+    return text
 
 
 def tokenize_plain(tokenizer: Tokenizer, text: str) -> list[int]:
