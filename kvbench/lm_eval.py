@@ -31,6 +31,7 @@ from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import compute_forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.core.chain import Chain
+from kvbench.models import checkpoint, traits
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
 from kvbench.report.unchanged import UNCHANGED, only_compresses
@@ -47,6 +48,8 @@ Result = TypeVar("Result")
 """The answer to a prompt: a text's tokens, or the likelihoods of its continuations."""
 OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 """Arguments of lm-eval's hf model; all others are knobs of the method."""
+PLACE = ("revision", "subfolder", "gguf_file")
+"""Those that say where in a repository the model's configuration is."""
 
 
 @register_model("kvbench")
@@ -81,7 +84,14 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
             device = hf_options.get("device", "auto") if torch.cuda.is_available() else "cpu"
             pretrained, hf_options["tokenizer"] = load_model(pretrained, device, hf_options.get("dtype", "auto"))
-        super().__init__(pretrained=pretrained, **hf_options)
+        if hf_options.setdefault("trust_remote_code", False) not in (False, None):
+            raise UsageError("trust_remote_code is not possible: kvbench runs no code of a checkpoint, leave it out")
+        if isinstance(pretrained, str):
+            place = {name: hf_options[name] for name in PLACE if hf_options.get(name)}
+            # hf would take a class for a part of the model from the checkpoint: a model without all classes is refused
+            traits.of_config(checkpoint.read_config(pretrained, pretrained, **place))
+        with checkpoint.refusing_code(str(pretrained)):
+            super().__init__(pretrained=pretrained, **hf_options)
         # an empty cache knows the chain that the method and its knobs make on this model
         with api.cache(self.model, method, preset, **knobs) as cache:
             self.chain = cache.chain

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -26,7 +25,7 @@ from transformers.utils import logging as hf_logging
 from kvbench.base.conf import LISTED, check, entries
 from kvbench.base.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
 from kvbench.base.extras import require
-from kvbench.models import fetch, manifest, traits, weights
+from kvbench.models import checkpoint, fetch, manifest, traits, weights
 from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_end_ids, check_sizes
 from kvbench.models.releases import tell_untried
@@ -124,12 +123,15 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
             "model's tokenizer into its folder"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.location, local_files_only=not cfg.download, **_revision_option(source)
+        tokenizer: PreTrainedTokenizerBase = checkpoint.read(
+            AutoTokenizer, cfg.path, source.location, local_files_only=not cfg.download, **_revision_option(source)
         )
         if cfg.chat_template:
             tokenizer.chat_template = cfg.chat_template
         return tokenizer
+    # its message states the reason already
+    except UsageError:
+        raise
     except Exception as error:
         # a damaged tokenizer fails with errors of many types
         reason = f"{type(error).__name__}: {headline(error)}"
@@ -143,8 +145,8 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
     state one id or several.
     """
     try:
-        generation = GenerationConfig.from_pretrained(
-            source.location, local_files_only=not cfg.download, **_revision_option(source)
+        generation = checkpoint.read(
+            GenerationConfig, cfg.path, source.location, local_files_only=not cfg.download, **_revision_option(source)
         )
     # the checkpoint has no such file
     except (OSError, ValueError):
@@ -373,7 +375,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         _check_weight_files(cfg, folder)
     # the configuration is read last, as it may run into errors that the checks above explain better
     try:
-        config = config_with_scaling(cfg, AutoConfig.from_pretrained(folder))
+        config = config_with_scaling(cfg, checkpoint.read_config(cfg.path, folder))
     # its message states the reason already
     except UsageError:
         raise
@@ -415,7 +417,10 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     Raises MissingModel, with the remedy, if it is not found.
     """
     try:
-        config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
+        config = checkpoint.read_config(cfg.path, cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
+    # the checkpoint is there, and its message states why it cannot be used
+    except UsageError:
+        raise
     except Exception as error:
         # the hub and its cache fail with errors of many types
         raise MissingModel(_absence_message(cfg, error), names=[cfg.path]) from None
@@ -492,7 +497,7 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
 
 
 def _revision_option(source: ModelSource) -> dict[str, Any]:
-    """Return the option of ``from_pretrained`` for a checkpoint's commit, or {} for a folder."""
+    """Return the option of transformers for a checkpoint's commit, or {} for a folder."""
     if source.revision:
         return {"revision": source.revision}
     return {}

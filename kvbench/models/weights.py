@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import UsageError
+from kvbench.models import checkpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored, as safetensors names them."""
@@ -43,10 +44,15 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
     config = options["config"]
     _check_count(path, config, _read_headers(_find_folder(config, location)))
     # mismatched sizes are not ignored but reported below, all in one message
-    loading: Any = AutoModelForCausalLM.from_pretrained(
-        location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    model, info = checkpoint.read(
+        AutoModelForCausalLM,
+        path,
+        location,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
     )
-    model, info = loading
     mismatches = []
     for name, stored_shape, expected_shape in info["mismatched_keys"]:
         mismatches.append(f"{name} {list(stored_shape)} for {list(expected_shape)}")

@@ -15,6 +15,7 @@ import torch
 from ratio import options, seconds
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from kvbench.models import checkpoint
 from kvbench.models.releases import named_cache
 
 THINK = 0.4
@@ -75,8 +76,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", required=True, help='"full", "snapkv 0.5", ...')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.folder)
+    model = checkpoint.read(AutoModelForCausalLM, str(args.folder), args.folder, dtype=torch.float32).eval()
+    tokenizer = checkpoint.read(AutoTokenizer, str(args.folder), args.folder)
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts = [torch.tensor(tokenizer.encode(text)[: args.n]) for text in texts]
     seconds_by_row = {}

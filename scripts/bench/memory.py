@@ -32,6 +32,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.methods.core import registry
+from kvbench.models import checkpoint
 from kvbench.models.interface import attached
 from kvbench.models.load import EMBEDDED
 from kvbench.models.releases import CACHE_NAME
@@ -138,7 +139,7 @@ def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
         prompt_pass.LONG = tokens
         entry = {"method": "full"}
     if name in CALIBRATED:
-        tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "tiny")
+        tokenizer = checkpoint.read(AutoTokenizer, "tiny", EMBEDDED / "tiny")
         with TemporaryDirectory() as folder:
             entry = api.calibrate(llama, tokenizer, name, folder, text=__file__, samples=4, tokens=256)
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from kvbench.base.example import Example
 from kvbench.engine.calibration import tiny_corpus
+from kvbench.models import checkpoint
 from kvbench.report import writers
 from kvbench.report.table import Table
 from kvbench.tasks import tiny
@@ -48,7 +49,8 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Return (model in float32, tokenizer), loaded as by any user of transformers."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    model = checkpoint.read(LlamaForCausalLM, "tiny", folder, dtype=torch.float32)
+    return model.eval(), checkpoint.read(AutoTokenizer, "tiny", folder)
 
 
 def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, examples: Sequence[Example]) -> float:
