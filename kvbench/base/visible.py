@@ -10,6 +10,8 @@ from typing import IO, Any
 
 # match control characters other than newline and tab, and characters that reorder a line; our own bold text stays
 STEERS = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069]")
+USER_INFO = re.compile(r"(?<=://)\S*@")
+"""Name and password in an address, also those with characters that an address would write in another way."""
 JSON_ESCAPES = "json"
 """The name under which ``_json_escapes`` is registered as an error handler of streams."""
 
@@ -29,10 +31,15 @@ def one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def without_password(text: str) -> str:
+    """Return a text with the names and passwords of its addresses written as ``***``."""
+    return USER_INFO.sub("***@", text)
+
+
 def say(text: str) -> None:
     """Print a line to stderr with kvbench's name."""
     # stdout is for the result; an error's text may quote a file, and so hold anything
-    print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
+    print(f"kvbench: {visible(without_password(text))}", file=sys.stderr, flush=True)
 
 
 class VisibleStream:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
-from kvbench.base.visible import say
+from kvbench.base.visible import say, without_password
 from kvbench.plan.keys import divide
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
 
 def _shorten_url(url: str) -> str:
     """Return the host of an address, with the first two parts of its path: on GitHub, the owner and the repository."""
-    parts = urlsplit(url)
+    parts = urlsplit(without_password(url))
     # a path begins with a slash, so its first part is empty
     _, *path_parts = parts.path.split("/")
     return "/".join([parts.netloc] + path_parts[:2])

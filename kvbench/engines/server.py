@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
 from kvbench.base.extras import require
+from kvbench.base.visible import without_password
 from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 from kvbench.tasks.prompt import SWITCH
@@ -55,7 +55,8 @@ class Server:
         require("openai", "engine=openai")
         import openai
 
-        self.url, self.served = url, served
+        # messages are stored, too
+        self.url, self.served = without_password(url), served
         key = NO_KEY
         for name in KEYS:
             if os.environ.get(name):
@@ -111,7 +112,8 @@ class Server:
 
     def _ask_version(self) -> str:
         """Return the version that the server says, as vLLM does at /version; '' if it says none."""
-        root = f"{urlsplit(self.url).scheme}://{urlsplit(self.url).netloc}"
+        address = self.client.base_url
+        root = f"{address.scheme}://{address.netloc.decode()}"
         try:
             client = self.client.with_options(max_retries=1, timeout=5)
             content = client.get(f"{root}/version", cast_to=dict[str, object])

@@ -293,3 +293,28 @@ def test_what_makes_no_sense_is_refused_with_its_reason(word, message, tmp_path,
     base = [other for other in words("http://127.0.0.1:9/v1", tmp_path) if not other.startswith(f"{key}=")]
     assert main([*base, word]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://me:secret@host/v1", "http://me:sec/secret@host/v1", "http://me:secret@host:port/v1", "http://:secret@/v1"],
+)
+def test_a_password_in_a_wrong_address_is_not_printed(url, tmp_path, capsys):
+    assert main(words(url, tmp_path)) == 2
+    with pytest.raises(SystemExit):
+        main([f"url={url}"])
+    err = capsys.readouterr().err
+    assert err.count("***@") >= 2 and "secret" not in err
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500])
+def test_a_password_in_the_address_is_neither_printed_nor_stored(status, tmp_path, capsys):
+    with serving(lambda question: (status, completion(None))) as stub:
+        secret = stub.url.replace("://", "://me:s@secret@")
+        assert main(words(secret, tmp_path)) == 1
+    assert main(words(secret, tmp_path)) == 1  # nothing answers now
+    out, err = capsys.readouterr()
+    assert err.count("http://***@127.0.0.1") >= 2 and "secret" not in out + err
+    stored = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("***@" in path.read_text("utf-8", "replace") for path in stored)
+    assert not any(b"secret" in path.read_bytes() for path in stored)
