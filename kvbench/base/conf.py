@@ -23,6 +23,8 @@ KEY_FILES = ("keys", "config", "prompt/plain", "model/hf", "logger/wandb")
 """The files of conf/ that explain the keys of ``run``, besides those of its methods and datasets."""
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The loader of YAML files. libyaml's, which not every PyYAML has, reads all entries in a tenth of the time."""
+LEAST_PIECE = 16
+"""The fewest tokens of a piece of a prompt. Smaller pieces would cost more than reading the prompt whole."""
 HELP_WIDTH = 100
 """The number of characters in a line of help."""
 NOT_TYPED = re.compile(
@@ -226,3 +228,9 @@ def check(key: str, value: object, ok: bool, allowed: str) -> None:
     # the file explains its own keys, and not those of methods, datasets and models
     place = " (see conf/config.yaml)" if key in read_config() else ""
     raise UsageError(f"{key}={value!r} is not possible: {allowed}{place}")
+
+
+def check_piece_size(size: int | None) -> None:
+    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None means whole prompts."""
+    is_possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
+    check("shared_prefix", size, is_possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")

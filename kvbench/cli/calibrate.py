@@ -27,10 +27,15 @@ def main(args: argparse.Namespace) -> int:
             word = f"calibration_{word}"
         run_words.append(word)
     from kvbench.plan import config
+
+    runs = words.read(run_words)
+    for run in runs:
+        config.check_request(run)
+    # this imports PyTorch, which takes seconds
     from kvbench.run import experiment
 
     # all runs are parsed before the first calibration, which may take minutes, is computed
-    cfgs = [config.parse(run) for run in words.read(run_words)]
+    cfgs = [config.parse(run) for run in runs]
     records = []
     for cfg in cfgs:
         records += experiment.calibrate(cfg, quiet=args.json)

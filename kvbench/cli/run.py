@@ -91,7 +91,12 @@ def main(args: argparse.Namespace) -> int:
     # several models give several requests; with -m, which a launcher belongs to, only one model is possible
     first_request = requests[0]
     launchers.check_launcher(first_request)
-    from kvbench.plan import config, run_plan
+    from kvbench.plan import config
+
+    for request in requests:
+        config.check_request(request)
+    # these import PyTorch, which takes seconds
+    from kvbench.plan import run_plan
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 

@@ -74,10 +74,15 @@ def _show_folder(options: Mapping[str, str], args: argparse.Namespace) -> int:
 
 def _show_runs(options: dict[str, str], args: argparse.Namespace) -> int:
     """Print the tables of stored results of the runs that ``options`` name, by key. Return the exit status."""
-    from kvbench.plan import config, run_plan
-    from kvbench.report import of_run
+    from kvbench.plan import config
 
     requests = words.request_runs(options)
+    for request in requests:
+        config.check_request(request)
+    # these import PyTorch, which takes seconds
+    from kvbench.plan import run_plan
+    from kvbench.report import of_run
+
     plans = [run_plan.prepare(config.parse(request), reading=True) for request in requests]
     # all models of a command share one folder of results
     if "results" in options:

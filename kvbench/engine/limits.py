@@ -18,8 +18,6 @@ from kvbench.models.interface import sliding_window
 
 MOST_TOKENS = 2**31 - 1
 """The longest text. Positions are numbers of 32 bits."""
-LEAST_PIECE = 16
-"""The fewest tokens of a piece of a prompt. Smaller pieces would cost more than reading the prompt whole."""
 
 
 def read_token_count(key: str, value: Any) -> int:
@@ -117,9 +115,3 @@ def is_beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
     """Return True if the model has other rotary frequencies for long texts, and ``tokens`` tokens are a long text."""
     turn = traits.turning_point(model.config)
     return turn is not None and tokens > turn
-
-
-def check_piece_size(size: int | None) -> None:
-    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None means whole prompts."""
-    is_possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
-    check("shared_prefix", size, is_possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")

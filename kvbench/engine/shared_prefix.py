@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.conf import check_piece_size
 from kvbench.base.errors import UsageError
-from kvbench.engine.limits import check_piece_size
 from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import observe_prompt
 from kvbench.kv.model_shape import local_layers

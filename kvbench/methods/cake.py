@@ -15,14 +15,12 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.contract import Expected, top_indices
 from kvbench.methods.core.evicting import EvictingSelector
-from kvbench.methods.core.knobs import ODD, Rule, at_least, knob
+from kvbench.methods.core.knobs import ODD, TEMPERATURE, Rule, at_least, knob
 from kvbench.methods.core.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
 NOISE = 1e-6
 """Added to shares before they are rounded up: float noise must not cost a layer its last token."""
-TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
-"""The rule of tau1 and tau2. A smaller tau raises the preference to a power 1 / tau that overflows fp64."""
 SLACK = 1 / 8
 """Until the last layer has been read, a layer may hold up to (1 + SLACK) times its share.
 

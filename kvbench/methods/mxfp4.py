@@ -12,8 +12,7 @@ from typing import ClassVar
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.coded import Codec
 from kvbench.methods.core.formats import ROTATE, StorageFormat
-from kvbench.methods.core.knobs import knob, one_of
-from kvbench.methods.q8_0 import EVEN
+from kvbench.methods.core.knobs import EVEN, knob, one_of
 
 
 @dataclass(frozen=True, kw_only=True)

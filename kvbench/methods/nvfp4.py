@@ -11,8 +11,7 @@ from typing import ClassVar
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.coded import Codec
 from kvbench.methods.core.formats import ROTATE, StorageFormat
-from kvbench.methods.core.knobs import knob
-from kvbench.methods.q8_0 import EVEN
+from kvbench.methods.core.knobs import EVEN, knob
 
 
 @dataclass(frozen=True, kw_only=True)

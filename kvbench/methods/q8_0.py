@@ -8,10 +8,8 @@ from typing import ClassVar
 from kvbench.kv.codecs.blocks import Blocks
 from kvbench.kv.coded import Codec
 from kvbench.methods.core.formats import ROTATE, StorageFormat
-from kvbench.methods.core.knobs import Rule, knob
+from kvbench.methods.core.knobs import EVEN, knob
 
-EVEN = Rule("an even whole number of channels, 2 or more", lambda group: group >= 2 and group % 2 == 0)
-"""The rule of the channels of a block: codes of 4 bits are stored in pairs."""
 # llama.cpp rotates 64 channels of values together; of keys, as many as a power of 2 allows
 VALUE_BLOCK = 64
 

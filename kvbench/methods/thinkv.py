@@ -11,8 +11,8 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.scale import capped, sinks_of, softmax
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.knobs import knob
-from kvbench.methods.core.pruner import count_head_tokens, make_fraction_rule, pad_heads
+from kvbench.methods.core.knobs import knob, make_fraction_rule
+from kvbench.methods.core.pruner import count_head_tokens, pad_heads
 from kvbench.methods.think import Think
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -16,17 +16,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, read_config, runtime
+from kvbench.base.conf import check, check_piece_size, conf_dir, entries, identity, is_whole, read_config, runtime
 from kvbench.base.errors import UsageError, unknown
-from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
-from kvbench.methods.core.knob_owners import gather_entries
-from kvbench.methods.core.resolve import ChainConfig, find_grids, overlay_layers, resolve
+from kvbench.methods.core.knob_owners import check_values, find_grids, gather_entries, overlay_layers
 from kvbench.models.config import ModelConfig
 from kvbench.plan import presets, words
 from kvbench.plan.keys import parse_pairs
 from kvbench.plan.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
+
+if TYPE_CHECKING:
+    from kvbench.methods.core.resolve import ChainConfig
 
 THROUGH_CACHE = "through_cache"
 """The ``kl_mode`` under which every token is read from the cache as it is stored, prompts too."""
@@ -287,14 +288,32 @@ def parse(
     composed: Hydra's composition of the request's ``group_overrides``, if it was made before.
     methods: the request's methods, if some are dicts with knobs of their own.
     """
+    # PyTorch is imported only now: ``check_request`` waits for nothing
+    from kvbench.methods.core.resolve import resolve
+
     raw = compose(request, composed)
-    model = ModelConfig(**raw["model"])
     knobs: dict[str, object] = {registry.PER: raw["per"]}
     knobs |= request.knobs
     try:
         chains = resolve(methods or raw["chains"], knobs, request.preset_values)
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
+    return replace(_build_config(request, raw), chains=tuple(chains))
+
+
+def check_request(request: RunRequest) -> None:
+    """Raise UsageError for a value of a request that is not possible, as far as this is known without PyTorch."""
+    raw = compose(request)
+    check_values([registry.read_method(method) for method in raw["chains"]], request.knobs)
+    _build_config(request, raw)
+
+
+def _build_config(request: RunRequest, raw: Mapping[str, Any]) -> RunConfig:
+    """Return the run of a request without its chains. Raises UsageError naming key and value.
+
+    raw: the entries of conf/ that the request chooses, with its values set.
+    """
+    model = ModelConfig(**raw["model"])
     # fields of RunConfig that are keys of conf/ by the same name; some of them are replaced by records below
     other_settings: dict[str, Any] = {}
     for field in fields(RunConfig):
@@ -311,7 +330,7 @@ def parse(
     for key in ("batch_rows", "memory", "threads"):
         if other_settings[key] == "auto":
             other_settings[key] = None
-    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_build_dataset_configs(raw)), **other_settings)
+    return RunConfig(model=model, chains=(), datasets=tuple(_build_dataset_configs(raw)), **other_settings)
 
 
 def _check_logger(logger: LoggerConfig, values: Mapping[str, object]) -> None:

@@ -17,7 +17,8 @@ from kvbench.kv.model_shape import Shape
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.resolve import BUDGET_PARTS, ChainConfig, chain_config, overlay
+from kvbench.methods.core.knob_owners import BUDGET_PARTS, overlay
+from kvbench.methods.core.resolve import ChainConfig, chain_config
 from kvbench.plan.config import RunConfig
 
 KINDS = ("bytes", "nominal")

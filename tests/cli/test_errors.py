@@ -1,5 +1,6 @@
 """Bad command lines: one helpful message on stderr, status 2, and no weights loaded."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +13,9 @@ from support import worked
 from kvbench.base.conf import entries, top_level
 from kvbench.base.files import write_json
 from kvbench.cli.main import main
+from kvbench.methods.core import registry
+from kvbench.methods.core.knobs import find_rule, is_knob
+from kvbench.methods.core.source import read_fields
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
@@ -211,6 +215,53 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
     printed = without_torch(lines, KVBENCH_METHODS=str(tmp_path))
     assert "window=8" in printed and "measure methods" in printed and "Keep the tokens whose keys point" in printed
     assert "method=towards:\n  frozen_layers: []\n  kv_size: null\n  kv_ratio: 0.25\n" in printed
+
+
+BAD_VALUES = {
+    "run kv_ratio=2": "method.snapkv.kv_ratio=2 is not possible: a fraction of the prompt kept, above 0 and at most 1",
+    "run kv_size=64,many": "method.snapkv.kv_size='many' is not possible: a whole number, or null",
+    "run method=snapkv+think ratio=1.5": "method.think.ratio=1.5 is not possible: a fraction of the key channels",
+    "run method=kivi bits=5": "method.kivi.bits=5 is not possible: 2, 3, 4 or 8",
+    "run method=snapkv snapkv.pooling=median": "method.snapkv.pooling='median' is not possible: max or avg",
+    "run method=adakv floor=2": "method.adakv.floor=2 is not possible: a fraction of an even share",
+    "show method=random keep_window=-1": "method.random.keep_window=-1 is not possible: a whole number",
+    "calibrate method=uncomp-group samples=0": "samples=0 is not possible: a whole number",
+    "run limit=0": "limit=0 is not possible: a whole number, 1 or more",
+    "run temperature=-1": "temperature=-1 is not possible: 0 (greedy)",
+    "run memory=0": "memory=0 is not possible",
+    "run shared_prefix=3": "shared_prefix=3 is not possible: null, or tokens that are read at a time, 16 or more",
+    "run dtype=float8": "unknown value float8 of model.dtype",
+    "run query_aware=maybe": "query_aware='maybe' is not possible",
+    "run logger=wandb logger.samples=-1": "logger.samples=-1 is not possible",
+}
+"""Command lines with a value that is not possible, and what the error says."""
+
+
+@pytest.mark.e2e("runs command lines in a process that watches their imports")
+def test_a_value_that_is_not_possible_is_told_before_torch_is_imported(tmp_path):
+    """The process ends at the first import of torch, so that the list of messages would end there."""
+    lines = [f"{line} results={tmp_path}".split() for line in BAD_VALUES]
+    code = WATCHED.replace("LINES", repr(lines))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    messages = done.stderr.splitlines()
+    for line, expected, said in zip(BAD_VALUES, BAD_VALUES.values(), messages, strict=True):
+        assert expected in said, line
+
+
+@pytest.mark.parametrize("method", sorted(set(registry.available()) - {"full"}))
+def test_kinds_and_rules_of_knobs_are_those_of_the_imported_class(method):
+    """What is read from the sources is what the class checks; rules of a method's own names are its class's alone."""
+    entry = registry.defaults(method)
+    stage = registry.make_stage(method, registry.choose_by_size(entry))
+    read = read_fields(entry["_target_"])
+    declared = {field.name: str(field.type) for field in dataclasses.fields(stage) if is_knob(field)}
+    assert {name: field.annotation for name, field in read.items()} == declared
+    for name, field in read.items():
+        rule = stage._find_rule(name)
+        assert bool(field.rule) == (rule is not None)
+        if rule is not None and not re.search(r"\*[A-Z]|ROTATE|LISTS", field.rule):
+            assert find_rule(field.rule).allowed == rule.allowed
 
 
 @pytest.mark.e2e("runs a command line in a process that watches its imports")

@@ -22,14 +22,12 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.contract import Capacity, Expected, top_indices, with_sinks
-from kvbench.methods.core.knobs import DEFAULT_RATIO, Rule, at_least, knob
+from kvbench.methods.core.knobs import DECODE_SHARE, DEFAULT_RATIO, KEPT_SHARE, at_least, knob
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Masker, Slots
 
 DECODE_EVERY = 128
 """New tokens between two choices while decoding, if ``decode_every`` is not set."""
-DECODE_SHARE = Rule("a share of all tokens so far, above 0 and at most 1, or null", lambda share: 0 < share <= 1)
-"""The rule for ``decode_ratio``, the budget while decoding that grows with the text."""
 EXACT_WHOLE = 2**24
 """float32 represents all whole numbers up to this one exactly."""
 
@@ -104,7 +102,7 @@ class Selector(TokenSelector):
     """
 
     kv_size: int | None = None
-    kv_ratio: float | None = None
+    kv_ratio: float | None = knob(None, KEPT_SHARE)
     kv_round: bool | None = None
     decode_budget: int | None = knob(None, at_least(1, "tokens", null=True))
     decode_ratio: float | None = knob(None, DECODE_SHARE)
@@ -127,8 +125,6 @@ class Selector(TokenSelector):
             # a frozen dataclass can fill in its own fields only in this way
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         self._require_room("kv_size", self.kv_size)
-        if self.kv_ratio is not None:
-            self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
 
     def _check_decode_budget(self) -> None:
         """Fill in the default decode_every beside a budget while decoding. Raise UsageError for one out of range."""

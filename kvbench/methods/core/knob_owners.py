@@ -1,15 +1,20 @@
-"""The owners of knobs: which stages of which methods have a knob. The command line reads this without torch."""
+"""The owners of knobs, and layers and values of knobs, as far as they are known without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import UsageError, unknown
 from kvbench.methods.core import registry
+from kvbench.methods.core.knobs import explain_value, find_rule, name_missed_kind
 from kvbench.methods.core.registry import BUDGET_KNOBS, PER, Method
+from kvbench.methods.core.source import Field, read_fields
+
+BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
+"""Knobs of single methods that state a budget, or a part of one."""
 
 Entry = Mapping[str, Any]
 """The knobs of one stage by name."""
@@ -94,6 +99,91 @@ def _check_implied(methods: Sequence[Method], key: str, value: object) -> None:
                 fixed = f"{method.written} is {stage} with {knob}={implied}; write method={stage} {knob}={value}"
     if fixed:
         raise UsageError(f"{key}={value} is not possible: {fixed}")
+
+
+def check_values(methods: Sequence[Method], knobs: Knobs) -> None:
+    """Raise UsageError for the first value of ``knobs`` of a wrong kind, or outside the rule of its knob.
+
+    Kinds and rules are read from the sources of kvbench's methods, which are not imported. Each stage checks all of its
+    knobs again when it is made, also how they go together.
+    """
+    for stage, entry in gather_entries(methods).items():
+        fields = read_fields(entry.get("_target_", ""))
+        for key, value in knobs.items():
+            named_stage, knob = split_key(key)
+            if named_stage not in ("", stage) or not has_knob(entry, knob) or knob not in fields:
+                continue
+            # a knob whose default is a list has rules of its own
+            if isinstance(entry[knob], list):
+                continue
+            for one_value in value if isinstance(value, list) else [value]:
+                allowed = _find_allowed(fields[knob], one_value)
+                if allowed:
+                    raise explain_value(stage, knob, one_value, allowed)
+
+
+def _find_allowed(field: Field, value: object) -> str:
+    """Return the values that a knob takes in words if ``value`` is none of them, else ''."""
+    missed_kind = name_missed_kind(field.annotation, value)
+    rule = find_rule(field.rule) if field.rule else None
+    # values that depend on the budget are a mapping, and null passes every rule where the kind allows it
+    if missed_kind or rule is None or value is None or isinstance(value, Mapping):
+        return missed_kind
+    return "" if rule.holds(value) else rule.allowed
+
+
+def overlay_layers(plain_entries: Mapping[str, Entry], *layers: Knobs) -> dict[str, Entry]:
+    """Return the entry of each stage, by its id: its plain one, with ``layers`` of knobs by key laid over it in order.
+
+    In one layer a key with a stage (``snapkv.window``) wins over one without.
+    """
+    entries = dict(plain_entries)
+    for stage, plain_entry in plain_entries.items():
+        for layer in layers:
+            entries[stage] = overlay(entries[stage], _select_knobs(stage, plain_entry, layer))
+    return entries
+
+
+def _select_knobs(stage: str, plain_entry: Entry, layer: Knobs) -> dict[str, object]:
+    """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
+    for_any_stage: dict[str, object] = {}
+    for_this_stage: dict[str, object] = {}
+    for key, value in layer.items():
+        owner, knob = split_key(key)
+        if not has_knob(plain_entry, knob):
+            continue
+        if owner == stage:
+            for_this_stage[knob] = value
+        elif not owner:
+            for_any_stage[knob] = value
+    return for_any_stage | for_this_stage
+
+
+def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
+    """Return the knobs of ``entry``, with the knobs of ``layer`` in place of those that both have.
+
+    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states a budget are cleared: size, fraction and
+    parts.
+    """
+    knobs = dict(entry)
+    if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
+        for knob in knobs:
+            if knob in BUDGET_KNOBS or knob in BUDGET_PARTS:
+                knobs[knob] = None
+    return knobs | dict(layer)
+
+
+def find_grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (knob, values) for each knob of ``entry`` that is a grid.
+
+    A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
+    """
+    for knob, value in entry.items():
+        if not isinstance(value, list):
+            continue
+        takes_a_list = isinstance(defaults.get(knob), list)
+        if not takes_a_list or any(isinstance(element, list) for element in value):
+            yield knob, value
 
 
 def list_knobs(entries: Iterable[Entry]) -> list[str]:

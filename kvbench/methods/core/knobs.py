@@ -69,6 +69,32 @@ MOST = 2**31 - 1
 """The largest whole number that a knob takes. No text has as many tokens."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 """The rule for the bits of a packed number."""
+EVEN = Rule("an even whole number of channels, 2 or more", lambda group: group >= 2 and group % 2 == 0)
+"""The rule of the channels of a block: codes of 4 bits are stored in pairs."""
+TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
+"""The rule of CAKE's tau1 and tau2. A smaller tau raises the preference to a power 1 / tau that overflows fp64."""
+KEPT_SHARE = Rule("a fraction of the prompt kept, above 0 and at most 1", lambda share: 0 < share <= 1)
+"""The rule for ``kv_ratio``."""
+DECODE_SHARE = Rule("a share of all tokens so far, above 0 and at most 1, or null", lambda share: 0 < share <= 1)
+"""The rule for ``decode_ratio``, the budget while decoding that grows with the text."""
+
+
+def make_fraction_rule(kind: str) -> Rule:
+    """Return the rule for a fraction of channels to remove, such that some channels stay. ``kind``: key or value."""
+    return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
+
+
+def find_rule(source: str) -> Rule | None:
+    """Return the rule that a method's file states as ``source``; None if it needs more names than this file has."""
+    try:
+        return eval(source, globals())  # type: ignore[no-any-return]
+    except NameError:
+        return None
+
+
+def explain_value(method: str, knob: str, value: object, allowed: str) -> UsageError:
+    """Return the error for a knob's value that is not possible. ``allowed`` are the allowed values in words."""
+    return UsageError(f"method.{method}.{knob}={value!r} is not possible: {allowed} (see conf/method/{method}.yaml)")
 
 
 def name_missed_kind(declared: str, value: Any) -> str:
@@ -169,10 +195,7 @@ class Knobs:
     def require(self, knob: str, ok: bool, allowed: str) -> None:
         """Raise UsageError with the knob, its value and the ``allowed`` values, unless ``ok``."""
         if not ok:
-            raise UsageError(
-                f"method.{self.id}.{knob}={getattr(self, knob)!r} is not possible: {allowed} "
-                f"(see conf/method/{self.id}.yaml)"
-            )
+            raise explain_value(self.id, knob, getattr(self, knob), allowed)
 
     def sort_layers(self, knob: str) -> None:
         """Bring a knob that lists layers into one form: a tuple in ascending order without duplicates.

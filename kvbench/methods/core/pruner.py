@@ -15,16 +15,11 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.core.contract import Block, top_indices
-from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.knobs import at_least, knob, make_fraction_rule, one_of
 from kvbench.methods.core.stage import Role, Stage
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]
 """(The channels of keys that stay, the channels of values that stay): each [H, T], ascending, or None for all."""
-
-
-def make_fraction_rule(kind: str) -> Rule:
-    """Return the rule for a fraction of channels to remove, such that some channels stay. ``kind``: key or value."""
-    return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
 
 
 @dataclass(frozen=True, kw_only=True)

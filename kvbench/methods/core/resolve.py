@@ -10,22 +10,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvbench.base.conf import check, identity, runtime
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import hash_source
-from kvbench.methods.core.knob_owners import Entry, Knobs, check_owned, has_knob, split_key
+from kvbench.methods.core.knob_owners import Entry, Knobs, check_owned, find_grids, overlay_layers
 from kvbench.methods.core.legal_sets import check_set
 from kvbench.methods.core.loading import locate_error
-from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, Method
+from kvbench.methods.core.registry import ALWAYS_NAMED, PER, Method
 from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
-
-BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
-"""Knobs of single methods that state a budget, or a part of one."""
 
 MethodRequest = str | Mapping[str, object]
 """A method as users ask for it: ``"snapkv+think"``, or ``{"method": "snapkv", "kv_size": 64}`` with knobs."""
@@ -157,47 +154,6 @@ def _check_sets(methods: Sequence[Method]) -> None:
         check_set(stages)
 
 
-def overlay_layers(plain_entries: Mapping[str, Entry], *layers: Knobs) -> dict[str, Entry]:
-    """Return the entry of each stage, by its id: its plain one, with ``layers`` of knobs by key laid over it in order.
-
-    In one layer a key with a stage (``snapkv.window``) wins over one without.
-    """
-    entries = dict(plain_entries)
-    for stage, plain_entry in plain_entries.items():
-        for layer in layers:
-            entries[stage] = overlay(entries[stage], _select_knobs(stage, plain_entry, layer))
-    return entries
-
-
-def _select_knobs(stage: str, plain_entry: Entry, layer: Knobs) -> dict[str, object]:
-    """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
-    for_any_stage: dict[str, object] = {}
-    for_this_stage: dict[str, object] = {}
-    for key, value in layer.items():
-        owner, knob = split_key(key)
-        if not has_knob(plain_entry, knob):
-            continue
-        if owner == stage:
-            for_this_stage[knob] = value
-        elif not owner:
-            for_any_stage[knob] = value
-    return for_any_stage | for_this_stage
-
-
-def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
-    """Return the knobs of ``entry``, with the knobs of ``layer`` in place of those that both have.
-
-    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states a budget are cleared: size, fraction and
-    parts.
-    """
-    knobs = dict(entry)
-    if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
-        for knob in knobs:
-            if knob in BUDGET_KNOBS or knob in BUDGET_PARTS:
-                knobs[knob] = None
-    return knobs | dict(layer)
-
-
 def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
     """Yield one chain for each combination of the knobs that are grids."""
     axes: list[_Axis] = []
@@ -219,19 +175,6 @@ def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
             for axis, value in zip(axes, point_values, strict=True):
                 entries[axis.stage][axis.knob] = value
             yield chain_config(request.method, entries, str(per), swept)
-
-
-def find_grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (knob, values) for each knob of ``entry`` that is a grid.
-
-    A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
-    """
-    for knob, value in entry.items():
-        if not isinstance(value, list):
-            continue
-        takes_a_list = isinstance(defaults.get(knob), list)
-        if not takes_a_list or any(isinstance(element, list) for element in value):
-            yield knob, value
 
 
 def chain_config(

@@ -42,6 +42,29 @@ class Described(NamedTuple):
     knobs: dict[str, Any]
 
 
+class Field(NamedTuple):
+    """A knob of a class, as the class's source states it.
+
+    annotation: the source of its annotation.
+    default: its default value, or the source of one that must be computed.
+    rule: the source of its rule; '' for a knob without one.
+    """
+
+    annotation: str
+    default: object
+    rule: str
+
+
+def read_fields(target: str) -> dict[str, Field]:
+    """Return the knobs by name of a class of kvbench, such as ``kvbench.methods.snapkv.SnapKV``. It is not imported."""
+    module, _, name = target.rpartition(".")
+    file = _find_file(module)
+    definition = None if file is None else _find_class(name, _parse_file(file), file)
+    if definition is None:
+        return {}
+    return _read_knobs(*definition)
+
+
 def describe(path: Path, method: str) -> Described:
     """Return the description and the knobs of the method with the id ``method``, read from the file ``path``.
 
@@ -62,7 +85,7 @@ def describe(path: Path, method: str) -> Described:
         docstrings.reverse()
     about = _read_first_line(docstrings) or UNDESCRIBED
     try:
-        knobs = _read_knobs(methods[method], tree, path)
+        knobs = {name: field.default for name, field in _read_knobs(methods[method], tree, path).items()}
     except RecursionError:
         raise UsageError(f"{path}: the classes of {method} derive from each other in a circle") from None
     # a selector takes this ratio where neither knob is set, see ``Selector.check``
@@ -111,12 +134,12 @@ def _list_assignments(body: list[ast.stmt]) -> list[_Assignment]:
     return assignments
 
 
-def _read_knobs(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
-    """Return {knob: default} of a class, the knobs of its base classes first.
+def _read_knobs(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Field]:
+    """Return the knobs of a class by name, the knobs of its base classes first.
 
     tree, path: the file that defines the class.
     """
-    knobs: dict[str, Any] = {}
+    knobs: dict[str, Field] = {}
     # a field of the first base wins over one of the last, as in a dataclass
     for base in reversed(cls.bases):
         definition = _find_class(ast.unparse(base), tree, path, above=cls.lineno)
@@ -130,8 +153,20 @@ def _read_knobs(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, An
     for assignment in _list_assignments(cls.body):
         is_field = assignment.annotation and "ClassVar" not in assignment.annotation
         if is_field and not _is_no_knob(assignment.value):
-            knobs[assignment.name] = _read_default(assignment.value, constants)
+            # a rule holds in subclasses, too
+            rule = _read_rule(assignment.value)
+            if not rule and assignment.name in knobs:
+                rule = knobs[assignment.name].rule
+            default = _read_default(assignment.value, constants)
+            knobs[assignment.name] = Field(assignment.annotation, default, rule)
     return knobs
+
+
+def _read_rule(value: ast.expr | None) -> str:
+    """Return the source of the rule in a field's ``knob(default, rule)``; '' for any other value."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob" and len(value.args) == 2:
+        return ast.unparse(value.args[1])
+    return ""
 
 
 def _find_class(
