@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbench.base.conf import entries
-from kvbench.base.errors import MissingData, MissingFiles, MissingModel, UsageError
+from kvbench.base.errors import Damaged, MissingData, MissingFiles, MissingModel, UsageError
 from kvbench.base.visible import say
 from kvbench.models import load
 from kvbench.plan import config
@@ -47,7 +47,7 @@ class Verification:
             names = self.same if is_same() else self.differing[remedy]
         except MissingFiles as error:
             names = self.missing[_reason(error)]
-        except Contradiction as error:
+        except (Contradiction, Damaged) as error:
             names = self.differing[str(error)]
         names.append(name)
 

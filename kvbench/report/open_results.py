@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import Line, disk_error
+from kvbench.base.files import Line, disk_error, parse_finite_json
 from kvbench.report import listing
 from kvbench.store.fidelity import KINDS
 from kvbench.store.labels import Identity, list_settings
@@ -135,10 +135,9 @@ def read_lines(place: Path) -> list[Line]:
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            line = json.loads(text)
-        except ValueError:
-            # no JSON, and so no object with keys: the error below says that all keys are missing
-            line = None
+            line = parse_finite_json(text)
+        except ValueError as error:
+            raise UsageError(f"line {number} of {path} is no JSON, with finite numbers alone: {error}") from None
         wrong_keys = _find_wrong_keys(line)
         if wrong_keys:
             raise UsageError(

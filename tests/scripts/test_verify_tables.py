@@ -15,7 +15,7 @@ import verify_tables
 import yaml
 from verification import Verification
 
-from kvbench.base.errors import MissingData, MissingModel
+from kvbench.base.errors import Damaged, MissingData, MissingModel
 
 ROOT = Path(__file__).parents[2]
 FETCH = "kvbench model fetch smollm2-135m-q4_1"
@@ -52,6 +52,13 @@ def test_what_is_missing_is_one_line_a_reason_and_no_success(capsys, monkeypatch
     found.add("e.md", lambda: False, "make e")
     status, _, err = outcome(capsys, found, ["data", "model"])
     assert status == 1 and err == [*lines, "kvbench: e.md differs from its samples; make e"]
+
+
+def test_damaged_samples_are_no_table_that_is_verified(capsys):
+    found = Verification()
+    found.add("a.md", raising(Damaged("a.samples.jsonl.gz: the sample of e0 is damaged")), "make a")
+    message = "kvbench: a.md differs from its samples; a.samples.jsonl.gz: the sample of e0 is damaged"
+    assert outcome(capsys, found) == (1, [], [message])
 
 
 def test_one_command_asks_every_script(capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """A suite's score by hand-made answers: 0 are random tokens, 100 is the full cache; equal rows share a rank."""
 
+import re
 from dataclasses import replace
 from math import exp, log
 
@@ -86,6 +87,12 @@ def test_divergences_are_scored_on_their_logarithm_between_random_and_the_floor(
     assert by_name["m"].mean == pytest.approx(50.0) and by_name["exact"].mean == pytest.approx(100.0)
     assert by_name["m"].parts["p"].raw == pytest.approx(0.01) and by_name["m"].parts["p"].full == pytest.approx(FLOOR)
     assert exp(-log(FLOOR)) == pytest.approx(1 / FLOOR)
+
+
+def test_a_score_above_the_full_caches_is_told_if_its_whole_interval_is():
+    rows = [row("random", CHANCE, [0.1, 0.2] * 8), row("near", METHOD, [0.6, 0.4] * 8), row("far", METHOD, [1.0] * 16)]
+    (line,) = scores.list_above_full(scores.score_rows(suite(), rows, full([0.5, 0.45] * 8)))
+    assert re.fullmatch(r"higher than the full cache: far at 1/2, p 262 \[\d+, \d+\]", line)
 
 
 def test_a_part_in_which_full_is_not_above_random_says_nothing():

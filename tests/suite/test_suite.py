@@ -16,7 +16,7 @@ from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.resolve import resolve
 from kvbench.models import load
 from kvbench.plan import config, inputs
-from kvbench.suite import definition, rows
+from kvbench.suite import definition, rows, verify_controls
 from kvbench.suite.definition import METHOD
 from kvbench.suite.verify import verify_folder
 
@@ -206,6 +206,157 @@ def test_a_row_with_other_results_than_it_says_is_noticed(copied, problem):
     FORGERIES[problem](rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in [full, *rows]))
     assert any(said.startswith(problem) for said in verify_folder(copied).problems)
+
+
+def rewritten(change, measured, tmp_path):
+    """Return the folder that the suite writes from the samples of ``measured`` after ``change``.
+
+    change: called with {(name, budget, part): {example: sample}}.
+    """
+    entries, by_row = samples_of(measured), {}
+    for line in (measured / "results.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for part, columns in row["results"].items():
+            of_part = [e["sample"] for e in entries if "sample" in e and e["of"] in columns.values()]
+            by_row[row["name"], row.get("budget"), part] = {sample["id"]: sample for sample in of_part}
+    change(by_row)
+    forged, out = shutil.copytree(measured, tmp_path / "forged"), tmp_path / "out"
+    write_samples(forged, entries)
+    words = ["suite", "tiny", "edition=quick", "method=snapkv", f"results={tmp_path}", f"from={forged}"]
+    assert main([*words, "--stored", f"output={out}"]) == 0
+    return out
+
+
+def give_references(samples):
+    for sample in samples["snapkv", 8, "retrieval"].values():
+        sample.update(prediction=sample["answers"][0], score=1.0)
+
+
+def give_the_full_caches_answers(samples):
+    for name, sample in samples["snapkv", 8, "retrieval"].items():
+        of_full = samples["full", None, "retrieval"][name]
+        sample.update(prediction=of_full["prediction"], score=of_full["score"])
+
+
+def hold_fewer_bytes(samples):
+    for sample in samples["snapkv", 8, "retrieval"].values():
+        sample.update(payload16=sample["payload16"] // 4, overhead16=0)
+
+
+def diverge_less(samples):
+    for sample in samples["snapkv", 8, "distance"].values():
+        for text in sample["fidelity"].values():
+            text["kl"] = [0.001 * nats for nats in text["kl"]]
+
+
+def empty_a_control(samples):
+    for sample in samples["streamingllm", 2, "retrieval"].values():
+        sample.update(prediction="", score=0.0)
+
+
+def count_otherwise(samples):
+    for sample in samples["snapkv", 8, "retrieval"].values():
+        sample.update(n=1_000_000, kept=5.0, new_tokens=9999)
+
+
+FORGED = {
+    hold_fewer_bytes: ["payload16 is ", "overhead16 is "],
+    diverge_less: ["its divergence on the reference, "],
+    empty_a_control: ["streamingllm at 1/2, retrieval: 10 of 10 answers are not those in "],
+    count_otherwise: ["n is 1000000, and its method and prompt give ", "kept is 5.0, ", "its answer has 9999 tokens, "],
+    # nobody can tell who gave an answer without the method, and docs/suite.md says so
+    give_references: [],
+    give_the_full_caches_answers: [],
+}
+
+
+@pytest.mark.parametrize("change", FORGED, ids=lambda change: change.__name__)
+def test_forged_samples_from_which_all_numbers_follow_are_noticed(change, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify_controls, "find_committed", lambda suite: measured)
+    problems = verify_folder(rewritten(change, measured, tmp_path)).problems
+    assert bool(problems) == bool(FORGED[change])
+    for said in FORGED[change]:
+        assert any(said in problem for problem in problems), (said, problems)
+
+
+def test_one_other_answer_of_a_control_is_told(measured, tmp_path, monkeypatch, capsys):
+    def change(samples):
+        sample = next(iter(samples["random", 2, "retrieval"].values()))
+        sample["prediction"] += " "
+
+    out = rewritten(change, measured, tmp_path)
+    assert main(["verify", str(out)]) == 0
+    assert "the controls were not compared" in capsys.readouterr().out
+    monkeypatch.setattr(verify_controls, "find_committed", lambda suite: measured)
+    assert main(["verify", str(out)]) == 0
+    assert "of the controls' answers, 1 of 162 differ from the committed ones" in capsys.readouterr().out
+
+
+def change_row(**changes):
+    """Return a change of the text of results.jsonl: SnapKV's first row gets other values; None takes one out."""
+
+    def change(folder):
+        path = folder / "results.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        row = next(row for row in rows if row["name"] == "snapkv")
+        row.update(changes)
+        path.write_text("".join(json.dumps({k: v for k, v in row.items() if v != []}) + "\n" for row in rows))
+
+    return change
+
+
+def change_sample(old, new):
+    """Return a change of the text of samples.jsonl.gz: the first place that fits ``old`` becomes ``new``."""
+
+    def change(folder):
+        path = folder / "samples.jsonl.gz"
+        text = gzip.decompress(path.read_bytes()).decode()
+        changed = re.sub(old, new, text, count=1)
+        assert changed != text
+        path.write_bytes(gzip.compress(changed.encode()))
+
+    return change
+
+
+def cut_samples(folder):
+    path = folder / "samples.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+NAN = float("nan")
+DAMAGES = {
+    "is not a row of a suite: NaN is no finite number": [
+        change_row(mean=NAN),
+        change_row(rank=NAN),
+        change_row(parts={"retrieval": {"retained": NAN}}),
+    ],
+    "is not a row of a suite: its keys differ from a row's in best": [change_row(best=True)],
+    "is not a row of a suite: its keys differ from a row's in commit": [change_row(commit=[])],
+    "is not a row of a suite: budget is '2'": [change_row(budget="2")],
+    "its label is snapkv (SOTA), and the suite says snapkv kv_ratio=": [change_row(label="snapkv (SOTA)")],
+    "retrieval has no tiny/other in tiny": [
+        change_row(results={"retrieval": {"tiny/other": "0" * 16}, "distance": {}}),
+    ],
+    "is damaged: NaN is no finite number": [change_sample(r'"kl": \[[^,]*', '"kl": [NaN')],
+    "is damaged: 1e999 is no finite number": [change_sample(r'"floor": [^,]*', '"floor": 1e999')],
+    "is damaged: Timing.__init__() missing 2 required": [
+        change_sample(r'"timing": {[^}]*', '"timing": {"decode_s": 1.0')
+    ],
+    "is damaged: n is '256', and no number": [change_sample(r'"n": 256', '"n": "256"')],
+    "it has the unknown keys best": [change_sample(r'"shrunk": false', '"shrunk": false, "best": true')],
+    "its free pages ": [change_sample(r'"united": 0\.[^}]*', '"united": 2.0, "united_compacted": 0.5')],
+    "is not a file of samples: Compressed file ended": [cut_samples],
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "change"), [(problem, change) for problem, changes in DAMAGES.items() for change in changes]
+)
+def test_damage_is_a_finding(problem, change, copied, capsys):
+    change(copied)
+    assert main(["verify", str(copied)]) == 1
+    out, err = capsys.readouterr()
+    assert "NOT verified" in out and problem in out and not err
 
 
 def test_an_answer_with_another_text_and_the_same_score_is_noticed(copied):

@@ -90,8 +90,7 @@ def judge_speedups(paper: PaperCells) -> Outcome:
     parts = []
     for system, stated, tolerance in stated_speedups:
         largest = find_largest_speedup(paper, system)
-        if abs(largest - stated) > tolerance:
-            all_hold = False
+        all_hold = all_hold and abs(largest - stated) <= tolerance
         parts.append(f"{system} {largest:.2f}")
     return decide(all_hold, ", ".join(parts))
 

@@ -479,9 +479,10 @@ def _find_contradicting_average(row: TableRow, computed: float) -> float | None:
         return None
     # decimals(printed) digits stand behind the point, so 10^-decimals is a unit of the last digit
     rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
-    if abs(stated.value - computed) > rounding:
-        return stated.value
-    return None
+    # NaN is within no distance
+    if abs(stated.value - computed) <= rounding:
+        return None
+    return stated.value
 
 
 def _find_average_offset(ours: OurTable, line: TableLine) -> int:

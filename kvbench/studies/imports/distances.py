@@ -6,7 +6,6 @@ They are shown as those programs say them. kvbench has seen neither the tokens n
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import format_line, write_json
+from kvbench.base.files import format_line, parse_finite_json, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.report.table import Table
@@ -180,7 +179,7 @@ def _find_cache_types(content: str) -> str:
 def _read_refract(path: Path, content: str, digest: str) -> ImportedDistance:
     """Return the divergence that a report of REFRACT states. ``content`` is its JSON, ``digest`` the SHA-256."""
     try:
-        report: dict[str, Any] = json.loads(content)
+        report: dict[str, Any] = parse_finite_json(content)
         axis = report["axes"]["kld"]
         mean = float(axis["mean_kld"])
     except (ValueError, KeyError, TypeError) as error:

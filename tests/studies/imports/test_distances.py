@@ -86,8 +86,9 @@ def test_a_log_that_ends_early_is_one_message(tmp_path, capsys):
     assert "there is no line 'Mean KLD'" in capsys.readouterr().err
 
 
-def test_a_report_without_divergences_is_one_message(tmp_path, capsys):
+@pytest.mark.parametrize("axes", [{}, {"kld": {"mean_kld": float("nan")}}])
+def test_a_report_without_divergences_is_one_message(axes, tmp_path, capsys):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(REPORT | {"axes": {}}))
+    path.write_text(json.dumps(REPORT | {"axes": axes}))
     assert main(["score", str(path)]) == 2
     assert "is no whole report of REFRACT" in capsys.readouterr().err
