@@ -26,6 +26,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.base.conf import entries
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import missing
+from kvbench.base.formatting import format_percent
 from kvbench.base.visible import say
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import compute_forced_logits
@@ -149,11 +150,12 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
                 means[key] = fmean(getattr(cache, key) for cache in caches)
             tasks[name] = {"prompts": len(caches)}
             tasks[name] |= means
-            share = (means["payload"] + means["overhead"]) / means["full_bytes"]
-            say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
+            share = format_percent(100 * (means["payload"] + means["overhead"]) / means["full_bytes"])
+            say(f"{name}: {self.chain.name} holds {share} of the bytes of the full cache, {len(caches)} prompts")
             if self.cut_thoughts[name]:
                 tasks[name]["cut_thoughts"] = self.cut_thoughts[name] / len(caches)
-                say(f"{name}: {tasks[name]['cut_thoughts']:.1%} of the answers end inside their thought, and are empty")
+                share = format_percent(100 * tasks[name]["cut_thoughts"])
+                say(f"{name}: {share} of the answers end inside their thought, and are empty")
             # the scores are those of the full cache under another name
             if sum(self.unchanged[name]) >= UNCHANGED * len(caches):
                 tasks[name]["nothing_compressed"] = True

@@ -15,6 +15,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from scipy.stats import kendalltau
 
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.report import looks, style, writers
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -64,7 +65,7 @@ class Point:
 
     def record(self) -> dict[str, object]:
         """Return the point as a line of the CSV, with as many digits as texts cite."""
-        numbers = [f"{self.bytes:.1f}"]
+        numbers = [format_number(self.bytes)]
         numbers += [f"{number:.2g}" for number in self.kl]
         numbers += [f"{number:.1f}" for number in self.score]
         return dict(zip(FIELDS, (self.method, self.kind, *numbers), strict=True))
@@ -153,7 +154,7 @@ def describe(shown: Sequence[Point], full: tuple[float, float, float]) -> list[s
     """Return lines for readers: the full cache's score, and how divergence and retrieval go together."""
     methods = [p for p in shown if p.method not in CONTROLS]
     selectors = [p for p in methods if p.kind == "selects tokens"]
-    lines = [f"RULER, question withheld: the full cache scores {full[0]:.1f} [{full[1]:.1f}, {full[2]:.1f}]."]
+    lines = [f"RULER, question withheld: the full cache scores {with_interval(full[0], full[1:], gap=' ')}."]
     for some, what in ((methods, "methods"), (selectors, "methods that select tokens")):
         tau, p_value = rank_correlation(some)
         lines.append(
@@ -162,7 +163,7 @@ def describe(shown: Sequence[Point], full: tuple[float, float, float]) -> list[s
     near, far = [p for p in methods if p.kl[0] < NEAR], [p for p in methods if p.kl[0] >= NEAR]
     lines.append(
         f"Of {len(near)} methods below {NEAR} nats a token, {sum(p.score[0] >= RETRIEVES for p in near)} score "
-        f"{RETRIEVES} or more; the best of the {len(far)} others scores {max(p.score[0] for p in far):.1f}."
+        f"{RETRIEVES} or more; the best of the {len(far)} others scores {format_number(max(p.score[0] for p in far))}."
     )
     return lines
 

@@ -21,6 +21,7 @@ import shards
 import verification
 from verification import Verification
 
+from kvbench.base.formatting import format_number, format_significant, with_interval
 from kvbench.engines import divergence, llamacpp
 from kvbench.engines.llamacpp import CacheType
 from kvbench.engines.rows import EngineRow, EngineRun
@@ -153,9 +154,9 @@ def rendered(own: RunPlan, theirs: EngineRun) -> str:
         notes.insert(
             2,
             f"Why they differ, 1: llama.cpp's own bf16 cache already diverges from its f16 cache by "
-            f"{floor.kl_mean:.3g} (same choice {floor.top1:.1f} %): activations are rounded to 8 bits before each "
-            "product with a weight, so that a change in the last places moves some of them by a whole step. Its rows "
-            "of 8 bits show mostly this.",
+            f"{format_significant(floor.kl_mean)} (same choice {format_number(floor.top1)} %): activations are rounded "
+            "to 8 bits before each product with a weight, so that a change in the last places moves some of them by a "
+            "whole step. Its rows of 8 bits show mostly this.",
         )
     return heading + writers.compose([Table(heads, tuple(table_rows))], notes, "md")
 
@@ -166,16 +167,10 @@ def _cells(name: str, ours: Sequence[TextFidelity], theirs: Sequence[TextFidelit
     divergences, choices = [], []
     for summary in summaries:
         assert summary is not None, "a pair has windows"
-        text = f"{summary.kl_mean:.3g}"
-        if summary.ci is not None:
-            text += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
-        divergences.append(text)
-        choices.append(f"{summary.top1:.1f}")
+        divergences.append(with_interval(summary.kl_mean, summary.ci, 3, significant=True, gap=" "))
+        choices.append(format_number(summary.top1))
     point, ci = log_ratio_of_means(theirs, ours)
-    ratio = f"{point:+.2f}".replace("-", "−")
-    if ci is not None:
-        ratio += f" [{ci[0]:.2f}, {ci[1]:.2f}]".replace("-", "−")
-    return (name, *divergences, ratio, *choices)
+    return (name, *divergences, with_interval(point, ci, 2, sign=True, gap=" "), *choices)
 
 
 def _notes(windows: int, tokens: int) -> list[str]:

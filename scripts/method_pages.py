@@ -23,6 +23,7 @@ from option_tables import of_text
 from ziamath import zmath
 
 from kvbench.base.conf import conf_dir, read_keys_with_comments
+from kvbench.base.formatting import format_number, format_percent, with_interval
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Modifier
 from kvbench.methods.core.lowrank import LowRankStage
@@ -279,20 +280,21 @@ def _cost(method: str) -> str:
     lines = [
         (
             f"cache of `{written}`",
-            f"{row['percent_of_full']:.1f} % of the full cache, at 16 bits ({describe_size(_times_smaller(row))})",
+            f"{format_number(row['percent_of_full'])} % of the full cache, at 16 bits "
+            f"({describe_size(_times_smaller(row))})",
         ),
-        ("tokens kept", f"{row['kept_percent']:.0f} %"),
+        ("tokens kept", format_percent(row["kept_percent"])),
         ("compression", f"{_seconds(row['compress_ms'])} a prompt"),
         ("reading the prompt, for comparison", f"{_seconds(row['prefill_ms'])}"),
     ]
     if row.get("attended_percent") is not None:
-        lines.insert(2, ("tokens attended", f"{row['attended_percent']:.0f} %"))
+        lines.insert(2, ("tokens attended", format_percent(row["attended_percent"])))
     caveat = (
         f"Measured with SmolLM2-135M on prompts of at most 2,000 tokens, on two CPU cores ([all "
         f"methods]({RESULTS}/methods.txt)). 100 % are the full cache's keys and values. The full cache itself has "
-        f"{full['percent_of_full']:.1f} %, because it also stores positions. Times show only the order of magnitude: "
-        "if several methods share some work, its time counts for the first of them. `kvbench bench time` measures one "
-        "method at a time."
+        f"{format_number(full['percent_of_full'])} %, because it also stores positions. Times show only the order of "
+        "magnitude: if several methods share some work, its time counts for the first of them. `kvbench bench time` "
+        "measures one method at a time."
     )
     return writers.table(("", "measured"), lines) + "\n" + caveat
 
@@ -335,7 +337,7 @@ def _suite(method: str) -> Iterator[str]:
         stages = row["name"].split(" ")[0].removesuffix("_h")
         if row["role"] == "full" or stages not in (method, _runnable(method)):
             continue
-        cells = [f"`{row['name']}`", f"1/{row['budget']}", f"{row['bytes']:.1f}", _retained(row)]
+        cells = [f"`{row['name']}`", f"1/{row['budget']}", format_number(row["bytes"]), _retained(row)]
         lines.append([*cells, *(_retained(row["parts"].get(part)) for part in parts)])
     if lines:
         yield writers.table(["", "budget", "bytes %", "mean", *parts], lines)
@@ -353,13 +355,12 @@ def _retained(score: Mapping[str, Any] | None) -> str:
     value = score["mean"] if "mean" in score else score["retained"]
     if value is None:
         return "—"
-    return card.score_text(value) + card.interval_text(score["ci"])
+    return card.write_score(value, score["ci"])
 
 
 def _score(cell: dict[str, Any]) -> str:
     """Return a score with its interval, if it has one."""
-    interval = " [{:.0f}, {:.0f}]".format(*cell["ci"]) if cell.get("ci") else ""
-    return f"{cell['score']:.1f}{interval}"
+    return with_interval(cell["score"], cell.get("ci"), gap=" ")
 
 
 def _options(method: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.base.formatting import format_number
 from kvbench.report import writers
 from kvbench.suite import card, definition
 from kvbench.suite.definition import FULL
@@ -74,13 +75,12 @@ def _table(suite: definition.Suite, committed: Sequence[dict[str, Any]]) -> str:
 
 
 def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
-    mean = _number(row["mean"])
-    if any(part.name not in row["parts"] for part in suite.parts):
-        mean += card.FEWER_PARTS
+    mark = card.FEWER_PARTS if any(part.name not in row["parts"] for part in suite.parts) else ""
+    mean = mark
     if row["nothing_compressed"]:
         mean = "nothing compressed"
-    else:
-        mean += card.interval_text(row["ci"])
+    elif row["mean"] is not None:
+        mean = card.write_score(row["mean"], row["ci"], mark)
     # rows of the closed division have the suite's own model
     division = row["division"]
     if division != CLOSED:
@@ -93,7 +93,7 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
     commits = ", ".join(commit[:8] for commit in row["commit"])
     evidence = f"[card]({place}/{CARD}), [rows]({place}/{RESULTS}), [samples]({place}/{SAMPLES})"
     cells += [
-        f"{row['bytes']:.1f}",
+        format_number(row["bytes"]),
         str(row["rank"] or ""),
         division,
         row["contributor"] or "kvbench",
@@ -104,7 +104,7 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return card.score_text(value)
+    return format_number(value, 0)
 
 
 def _submission() -> Iterator[str]:

@@ -9,6 +9,7 @@ import torch
 
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.formatting import UNITS, format_number, format_significant, format_size
 from kvbench.base.visible import say
 from kvbench.bench.layers import MeasuredLayers, estimate_working_bytes, measure_bytes
 from kvbench.engine.memory import free_bytes
@@ -46,9 +47,8 @@ RANDOM_TOKENS = (
     "in place: these layers hold random numbers, so a method that chooses by scores frees other pages of a prompt. "
     "kvbench run measures that on prompts (--notes, --json)."
 )
-LAYERWISE = "a layer would need about {need:.1f} GiB"
+LAYERWISE = "a layer would need about {need}"
 """The reason why no layer was built: there is not enough free memory."""
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _measure_if_possible(
     """Return (the layers of one chain, ''), or (None, why they were not built)."""
     need = estimate_working_bytes(entry.chain, shape, n, dtype.itemsize)
     if need > measure_room():
-        return None, LAYERWISE.format(need=need / 2**30)
+        return None, LAYERWISE.format(need=format_size(need))
     try:
         return measure_bytes(entry.chain, shape, n, dtype), ""
     except KvbenchError as error:
@@ -238,7 +238,8 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     full_bytes = rows[0].full
     unit = _choose_unit(full_bytes)
     size = UNITS[unit]
-    title = f"prompt of {rows[0].n} tokens; full cache {full_bytes / size:.4g} {unit}; all numbers in {unit}\n\n"
+    full = f"{format_significant(full_bytes / size, 4)} {unit}"
+    title = f"prompt of {rows[0].n} tokens; full cache {full}; all numbers in {unit}\n\n"
     tables = [_build_bytes_table(rows, size)]
     all_notes = list(_list_notes(rows))
     freed = _list_freed_pages(rows)
@@ -295,15 +296,15 @@ def _write_cells(account: Account, size: int) -> dict[str, str]:
         parts = ["—"] * len(PARTS)
         verdict = "≈ formula" if account.even else "formula"
     else:
-        parts = [_write_number(part / size) for part in built.held.parts()]
+        parts = [format_significant(part / size) for part in built.held.parts()]
         # print a difference with its sign; a minus is U+2212
         verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
     # the values stand in the order of HEAD
-    cells = [name, _write_number(sums.payload / size)]
+    cells = [name, format_significant(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
-    cells.append(_write_number(sums.overhead / size))
+    cells.append(format_significant(sums.overhead / size))
     cells += parts[PAYLOAD_PARTS:]
-    cells += [_write_number(sums.total / size), f"{account.percent:.1f}", verdict]
+    cells += [format_significant(sums.total / size), format_number(account.percent), verdict]
     return dict(zip(HEAD, cells, strict=True))
 
 
@@ -327,14 +328,3 @@ def _list_notes(rows: Sequence[Account]) -> Iterator[str]:
             methods_by_reason.setdefault(row.why, []).append(method)
     for why, methods in methods_by_reason.items():
         yield f"{', '.join(methods)}: {why}."
-
-
-def _write_number(number: float) -> str:
-    """Return a number from 0 up to 99,999 in at most five characters."""
-    if number == 0:
-        return "0"
-    if number < 1:
-        return f"{number:.3f}"
-    # three digits, and all digits before the point: 1.00, 10.0, 100 and 1000
-    decimals = max(0, 3 - len(str(int(number))))
-    return f"{number:.{decimals}f}"

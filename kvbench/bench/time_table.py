@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvbench.base.formatting import format_number, format_percent, format_size, with_interval
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, median_of, ratio_of_medians, row_of_base
-from kvbench.report.table import Table, format_size
+from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
 # the quantities of each table, in the order of its columns
@@ -81,7 +82,7 @@ def _build_bytes_table(measured: Sequence[RowAndBase]) -> Table:
         cells += [
             format_size(roofline["moved"]),
             _write_seconds(roofline["bound"]),
-            f"{100 * roofline['fraction']:.1f} %",
+            format_percent(100 * roofline["fraction"]),
         ]
         body.append(tuple(cells))
     return Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
@@ -124,7 +125,7 @@ def _explain_interpolation(measured: Sequence[Row]) -> str:
     for row in measured:
         quotient = median_of(row, "check")
         if quotient is not None:
-            checks.append(f"{row['method']} {quotient:.3f}")
+            checks.append(f"{row['method']} {format_number(quotient, 3)}")
     if checks:
         note += f" Over a full generation: {', '.join(checks)}."
     return note
@@ -173,11 +174,9 @@ def _write_time(row: Row, quantity: str, base_row: Row | None) -> str:
     median = median_of(row, quantity)
     if median is None:
         return "—"
-    text = _write_seconds(median)
     spread = row["quantities"][quantity]
-    if spread["n"] > 1:
-        text += f"\n[{_write_number(spread['q1'])}, {_write_number(spread['q3'])}]"
-    return text + _write_ratio(row, quantity, base_row)
+    quartiles = (spread["q1"], spread["q3"]) if spread["n"] > 1 else None
+    return _write_seconds(median, quartiles) + _write_ratio(row, quantity, base_row)
 
 
 def _write_throughput(row: Row, base_row: Row | None) -> str:
@@ -185,7 +184,7 @@ def _write_throughput(row: Row, base_row: Row | None) -> str:
     median = median_of(row, "throughput")
     if median is None:
         return "—"
-    return f"{median:.1f}" + _write_ratio(row, "throughput", base_row)
+    return format_number(median) + _write_ratio(row, "throughput", base_row)
 
 
 def _write_bytes(row: Row, quantity: str, base_row: Row | None) -> str:
@@ -201,24 +200,15 @@ def _write_ratio(row: Row, quantity: str, base_row: Row | None) -> str:
     ratio = ratio_of_medians(row, base_row, quantity)
     if ratio is None or base_row is row:
         return ""
-    return f"\n{ratio:.2f}x"
+    return f"\n{format_number(ratio, 2)}x"
 
 
-def _write_seconds(seconds: float) -> str:
-    """Return a time in seconds as text with its unit: s from 1 s on, else ms."""
-    unit = "s" if seconds >= 1 else "ms"
-    return f"{_write_number(seconds)} {unit}"
-
-
-def _write_number(seconds: float) -> str:
-    """Return the number of a time in seconds without its unit: in seconds from 1 s on, else in milliseconds."""
-    if seconds >= 1:
-        return f"{seconds:.2f}"
-    milliseconds = 1000 * seconds
-    if seconds < 0.1:
-        # three significant digits, since times below 100 ms can be microseconds
-        return f"{milliseconds:.3g}"
-    return f"{milliseconds:.0f}"
+def _write_seconds(seconds: float, quartiles: tuple[float, float] | None = None) -> str:
+    """Return a time in seconds as text with its unit, s from 1 s on, else ms, and its quartiles on a second line."""
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1000)
+    if quartiles is not None:
+        quartiles = factor * quartiles[0], factor * quartiles[1]
+    return with_interval(factor * seconds, quartiles, 3, significant=True, mark=f" {unit}")
 
 
 def as_json(rows: Sequence[Row], over: str = FULL) -> list[Row]:

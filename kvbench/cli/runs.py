@@ -67,6 +67,7 @@ def _list_texts(cell: StoredCell) -> tuple[str, ...]:
 
 def _format_score(cell: StoredCell) -> str:
     """Return a cell's score with its interval, or the text in place of a score."""
+    from kvbench.base.formatting import with_interval
     from kvbench.report.render import UNCHANGED
 
     summary = cell.summary
@@ -74,11 +75,7 @@ def _format_score(cell: StoredCell) -> str:
         return "—"
     if cell.unchanged:
         return UNCHANGED
-    text = f"{summary.metric} {summary.score:.1f}"
-    if summary.ci:
-        low, high = summary.ci
-        text += f"\n[{low:.0f}, {high:.0f}]"
-    return text
+    return f"{summary.metric} {with_interval(summary.score, summary.ci)}"
 
 
 def _break_text(text: str, separator: str) -> list[str]:

@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvbench.base.errors import UsageError
+from kvbench.base.formatting import format_number, format_size
 from kvbench.base.visible import one_line
 from kvbench.cli.run import add_report_options, print_reports
 from kvbench.plan import keys, words
@@ -163,7 +164,8 @@ def _print_facts(
     if refusal:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:
-        print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
+        score = format_number(metrics["score"], 2)
+        print(f"{metrics['metric']} {score}, {metrics['n']} of {metrics['of']} examples")
     # a cell that several runs measured has a provenance of each
     origin = "imported from" if record.kind == "imported" else "measured with"
     for provenance in record.provenance:
@@ -175,8 +177,6 @@ def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
 
     is_foreign: whether another program or an engine answered, so that nothing is known of the cache.
     """
-    from kvbench.report.table import format_size
-
     line = f"{one_line(sample['id'])}: score {sample['score']}"
     if not is_foreign:
         line += f", {sample['kept']:g} of {sample['n']} tokens, {format_size(sample['payload'])} payload"

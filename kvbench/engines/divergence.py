@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.example import Example, scored_text
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.base.progress import Tick, progress
 from kvbench.engine.divergence import compare_logits
 from kvbench.engines.llamacpp import LlamaCpp
@@ -143,11 +144,14 @@ def build_table(by_label: Mapping[str, FidelitySummary]) -> Table:
     heads = ["cache", "KL, nats a token", "same first choice, %", "perplexity", "of f16's"]
     rows = []
     for label, summary in by_label.items():
-        kl = f"{summary.kl_mean:.3g}"
-        if summary.ci is not None:
-            low, high = summary.ci
-            kl += f" [{low:.2g}, {high:.2g}]"
-        rows.append((label, kl, f"{summary.top1:.1f}", f"{summary.perplexity:.3f}", f"{summary.ppl_ratio:.4f}"))
+        texts = (
+            label,
+            with_interval(summary.kl_mean, summary.ci, 3, significant=True, gap=" "),
+            format_number(summary.top1),
+            format_number(summary.perplexity, 3),
+            format_number(summary.ppl_ratio, 4),
+        )
+        rows.append(texts)
     return Table(tuple(heads), tuple(rows))
 
 

@@ -9,9 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.base.errors import UsageError
+from kvbench.base.formatting import format_number, format_percent, format_size, with_interval
 from kvbench.engines.rows import EngineRun, find_stored_rows
 from kvbench.plan.cells import Group
-from kvbench.report.table import Table, format_number, format_size
+from kvbench.report.table import Table
 from kvbench.store.results import Sample
 from kvbench.tasks.metrics import metric, stats
 from kvbench.tasks.metrics.stats import FEWEST, Interval
@@ -344,8 +345,8 @@ def _compare_with_own(run: EngineRun, answers_by_label: Mapping[str, Mapping[str
                     shares.append(compute_equal_share(run.plan.tokenizer, answer.prediction, own_text))
         if shares:
             notes.append(
-                f"{label}: {100 * fmean(shares):.0f} % of the answers' tokens are those of kvbench's own full cache "
-                f"(n = {len(shares)} answers, place by place)."
+                f"{label}: {format_percent(100 * fmean(shares))} of the answers' tokens are those of kvbench's own "
+                f"full cache (n = {len(shares)} answers, place by place)."
             )
     return notes
 
@@ -373,7 +374,7 @@ def build_verdict_table(answered: EngineReport) -> Table | None:
     for row in others:
         size = ""
         if row.bytes and baseline.bytes:
-            size = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
+            size = f"{format_number(baseline.bytes / row.bytes)}x smaller, says the engine"
         delta = _format_signed(row.delta, row.ci) if row.delta is not None else ""
         lines.append(
             (
@@ -406,11 +407,7 @@ def _state_verdict(row: EngineResult, baseline: str) -> str:
 
 def _format_signed(delta: float, ci: Interval | None) -> str:
     """Return a difference with its sign, and its interval in brackets if there is one."""
-    text = format_number(delta, sign=True)
-    if ci is not None:
-        low, high = ci
-        text += f" [{format_number(low)}, {format_number(high)}]"
-    return text
+    return with_interval(delta, ci, sign=True, gap=" ")
 
 
 def build_tables(answered: EngineReport) -> list[Table]:
@@ -454,14 +451,12 @@ def build_notes(answered: EngineReport) -> list[str]:
         if row.empty:
             lines.append(f"{row.label}: {row.empty} answers are empty.")
         if row.cut_thoughts:
-            lines.append(
-                f"{row.label}: {100 * row.cut_thoughts:.1f} % of the answers end inside their thought, and score as "
-                "empty ones."
-            )
+            share = format_percent(100 * row.cut_thoughts)
+            lines.append(f"{row.label}: {share} of the answers end inside their thought, and score as empty ones.")
         if row.first is not None:
-            change = f"{row.first.change:+.3f}".replace("-", "−")
+            same, change = format_percent(100 * row.first.same), format_number(row.first.change, 3, sign=True)
             lines.append(
-                f"{row.label}: the likeliest first token is {answered.baseline}'s in {100 * row.first.same:.0f} % of "
-                f"{row.first.n} prompts; ln p of that token changes by {change}."
+                f"{row.label}: the likeliest first token is {answered.baseline}'s in {same} of {row.first.n} prompts; "
+                f"ln p of that token changes by {change}."
             )
     return lines + list(answered.notes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvbench.base.formatting import format_size
 from kvbench.kv.observation import Observation
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Values
@@ -200,7 +201,7 @@ class LayerCache:
     observed: Observation | None = None
 
     def __repr__(self) -> str:
-        return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {self.nbytes() / 2**10:.1f} KiB>"
+        return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {format_size(self.nbytes())}>"
 
     @property
     def prompt_tokens(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
 from kvbench.base.errors import UsageError, unknown
+from kvbench.base.formatting import format_number
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
@@ -296,12 +297,12 @@ def _find_smallest_size(template: ChainConfig, kind: str) -> int:
 
 def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
     """Return as text two numbers of bytes in one unit, and the difference of the first from the second in per cent."""
-    # adding 0.0 turns -0.0 into 0.0
-    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0
+    percent = format_number(100 * (chain_bytes / reference_bytes - 1), 2, sign=True)
     unit, size = "KiB", 2**10
     if reference_bytes >= 10 * 2**20:
         unit, size = "MiB", 2**20
-    return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
+    sizes = f"{format_number(chain_bytes / size, 2)} and {format_number(reference_bytes / size, 2)} {unit}"
+    return f"{sizes} ({percent} %)"
 
 
 def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:

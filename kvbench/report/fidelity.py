@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvbench.base.formatting import format_number, format_significant, with_interval
 from kvbench.report.table import Table
 from kvbench.store.fidelity import CODED
 
@@ -66,31 +67,22 @@ def _find_divergences(cell: CellResult) -> Mapping[str, FidelitySummary]:
 
 def _build_line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     """Return a line of the table, a text for each of HEADS: numbers with their intervals below them."""
-    mean = _add_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
+    mean = with_interval(fidelity.kl_mean, fidelity.ci, 3, significant=True)
     # rounding alone makes as much, so the number would say nothing about the method
     if fidelity.at_floor:
         mean = "≤ rounding" if fidelity.kl_max else "0"
-    # a percentile of few tokens would be their maximum
-    p99 = f"{fidelity.kl_p99:.2g}" if fidelity.kl_p99 is not None else "—"
     return (
         # one knob below the other keeps the first column narrow
         method.replace(" ", "\n"),
         mean,
-        f"{fidelity.kl_median:.2g}",
-        p99,
-        f"{fidelity.kl_max:.2g}",
-        _add_interval(f"{fidelity.top1:.1f}", fidelity.top1_ci, ".0f"),
-        f"{fidelity.shift_rms:.2f}",
-        _add_interval(f"{fidelity.ppl_ratio:.4f}", fidelity.ppl_ratio_ci, ".3f"),
+        format_significant(fidelity.kl_median, 2),
+        # None: a percentile of few tokens would be their maximum
+        format_significant(fidelity.kl_p99, 2),
+        format_significant(fidelity.kl_max, 2),
+        with_interval(fidelity.top1, fidelity.top1_ci),
+        format_number(fidelity.shift_rms, 2),
+        with_interval(fidelity.ppl_ratio, fidelity.ppl_ratio_ci, 4),
     )
-
-
-def _add_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
-    """Return a number with its interval on a line below; ``style`` is the format of the interval's ends."""
-    if ci is None:
-        return text
-    low, high = ci
-    return f"{text}\n[{low:{style}}, {high:{style}}]"
 
 
 def record_distances(cell: CellResult) -> dict[str, object]:
@@ -124,7 +116,7 @@ def explain_distances(report: ReportData) -> list[str]:
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
         "that is forced on both. [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
         "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Rounding "
-        f"alone makes at most {max(floors):.1g} nats here: the change of the full cache when one element of each key "
-        "of the first layer moves by one unit in the last place. Means below 3 times as much say nothing and are shown "
-        f"as ≤ rounding. {CODED}"
+        f"alone makes at most {format_significant(max(floors), 1)} nats here: the change of the full cache when one "
+        "element of each key of the first layer moves by one unit in the last place. Means below 3 times as much say "
+        f"nothing and are shown as ≤ rounding. {CODED}"
     ]

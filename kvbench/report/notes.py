@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
+from kvbench.base.formatting import format_number, format_percent
 from kvbench.engine import precision
 from kvbench.models import load
 from kvbench.plan.advice import LITTLE_LEFT
@@ -157,7 +158,9 @@ def note_thoughts(rows: Sequence[ReportRow]) -> list[str]:
     for row in rows:
         for cell in row.cells:
             if cell.summary is not None and cell.summary.cut_thoughts:
-                shares.setdefault(cell.task, []).append(f"{row.method} {100 * cell.summary.cut_thoughts:.1f} %")
+                shares.setdefault(cell.task, []).append(
+                    f"{row.method} {format_percent(100 * cell.summary.cut_thoughts)}"
+                )
     notes = []
     for task, texts in shares.items():
         notes.append(f"{task}: answers that end inside their thought, and score as empty ones: {', '.join(texts)}.")
@@ -192,7 +195,7 @@ def note_faults(group: Group, reader: SampleReader) -> list[str]:
                     bool(task.lead) or task.score(text, question, rule.mended) != task.score(text, question)
                 )
         if any(concerned):
-            shares.append(f"{cell.label} {100 * sum(concerned) / len(concerned):.1f} %")
+            shares.append(f"{cell.label} {format_percent(100 * sum(concerned) / len(concerned))}")
     if not shares:
         return []
     return [
@@ -237,7 +240,7 @@ def note_batches(rows: Sequence[ReportRow]) -> list[str]:
     # a few per cent more are not worth a note
     if not factors or max(factors) < 1.05:
         return []
-    least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    least, most = format_number(min(factors)), format_number(max(factors))
     times = f"{least} to {most}" if least != most else most
     return [
         f"While decoding, a batch took {times} times the key and value bytes of its "
@@ -255,7 +258,7 @@ def note_lengths(rows: Sequence[ReportRow]) -> list[str]:
             all_tokens = sum((s.new_tokens or 0) * s.n for s in summaries)
             tokens = all_tokens / sum(s.n for s in summaries)
             peak = max(s.decode_peak or 0 for s in summaries)
-            lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
+            lengths.append(f"{row.method} {format_number(tokens)} (at most {peak} held)")
     if not lengths:
         return []
     return [f"Mean number of tokens of an answer, and the most that a head held meanwhile: {', '.join(lengths)}."]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbench.base.formatting import format_number
 from kvbench.kv.pages import PAGE_TOKENS, PagesFreed
-from kvbench.report.table import Table, format_number
+from kvbench.report.table import Table
 
 IN_PLACE, COMPACTED = "pages freed, in place", "pages freed, compacted"
 NOTES = (

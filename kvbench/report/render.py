@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbench.base.formatting import format_number, format_size, format_sizes, with_interval
 from kvbench.report import fidelity, pages, ruler, turns, verdict, writers
-from kvbench.report.table import Table, format_number, format_size, format_sizes, with_interval
+from kvbench.report.table import Table
 from kvbench.store.labels import explain_budgets
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
@@ -258,22 +259,15 @@ def _write_mean(row: ReportRow, detail: Detail) -> str:
         return "—"
     if row.is_unchanged:
         return UNCHANGED
-    if not detail.intervals:
-        return format_number(row.means.score_mean)
-    return with_interval(row.means.score_mean, row.means.score_ci)
+    return with_interval(row.means.score_mean, row.means.score_ci if detail.intervals else None)
 
 
 def _write_delta(delta: Delta | None, detail: Detail) -> str:
     """Return a difference to the full cache as text, with a star if its interval excludes 0; a dash for None."""
     if delta is None:
         return "—"
-    text = format_number(delta.mean, sign=True)
-    if delta.is_sure:
-        text += "*"
-    if detail.intervals and delta.ci is not None:
-        low, high = delta.ci
-        text += f"\n[{format_number(low)}, {format_number(high)}]"
-    return text
+    ci = delta.ci if detail.intervals else None
+    return with_interval(delta.mean, ci, sign=True, mark="*" if delta.is_sure else "")
 
 
 def _lower_is_better(column: ReportColumn) -> bool:
@@ -305,7 +299,7 @@ def _write_score(cell: CellResult, detail: Detail, with_delta: bool = True) -> s
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    text = with_interval(summary.score, summary.ci) if detail.intervals else format_number(summary.score)
+    text = with_interval(summary.score, summary.ci if detail.intervals else None)
     if with_delta and cell.delta is not None:
         if detail.intervals:
             text += f"\nΔ {format_number(cell.delta.mean, sign=True)}"
@@ -324,8 +318,8 @@ def _write_storage(means: RowMeans, evicts: bool) -> tuple[str, ...]:
         format_number(means.attended_percent),
         format_size(means.payload),
         format_size(means.overhead),
-        f"{means.percent_of_full:.1f}",
-        f"{means.prefill_ms:.1f}",
+        format_number(means.percent_of_full),
+        format_number(means.prefill_ms),
     )
 
 
@@ -336,13 +330,13 @@ def _write_kept(kept_percent: float, asked_percent: float | None, evicts: bool) 
     """
     mark = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
-        return f"{kept_percent:.1f}\nasked —{mark}"
+        return f"{format_number(kept_percent)}\nasked —{mark}"
     # use the fewest digits that tell the two numbers apart
     for digits in (1, 2, 3):
-        kept, budget = f"{kept_percent:.{digits}f}", f"{asked_percent:.{digits}f}"
+        kept, budget = format_number(kept_percent, digits), format_number(asked_percent, digits)
         if kept != budget:
             return f"{kept}\nasked {budget}{mark}"
-    return f"{kept_percent:.1f}{mark}"
+    return f"{format_number(kept_percent)}{mark}"
 
 
 def _note_chance(deltas: Sequence[Delta]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvbench.base.formatting import format_number
 from kvbench.report.table import Table
 from kvbench.tasks.metrics.ruler import average_over_lengths
 
@@ -45,7 +46,7 @@ def build_tables(report: ReportData) -> list[Table]:
         if has_several_lengths:
             means += average_over_lengths(means)
         texts = [row.method.replace(" ", "\n")]
-        texts += [f"{mean:.1f}" for mean in means]
+        texts += map(format_number, means)
         rows.append(tuple(texts))
     if not rows:
         return []

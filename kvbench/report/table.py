@@ -124,37 +124,6 @@ def split_lines(text: str) -> list[str]:
     return visible(text).split("\n")
 
 
-def format_size(n: float) -> str:
-    """Return ``n`` bytes as text in the largest unit that they reach: ``1.5 MiB``."""
-    unit, unit_bytes = _choose_unit(n)
-    if unit == "B":
-        return f"{n:.0f} B"
-    return f"{n / unit_bytes:.1f} {unit}"
-
-
-def _choose_unit(n: float) -> tuple[str, int]:
-    """Return the largest unit that ``n`` bytes reach, and the bytes in it."""
-    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= unit_bytes:
-            return unit, unit_bytes
-    return "B", 1
-
-
-def with_interval(value: float | None, ci: tuple[float, float] | None, sign: str = "") -> str:
-    """Return a value with its interval on a second line; a dash for None.
-
-    With ``sign`` "+", positive numbers show their sign, too.
-    """
-    if value is None:
-        return "—"
-    text = f"{value:{sign}.1f}"
-    if ci is not None:
-        low, high = ci
-        text += f"\n[{low:{sign}.0f}, {high:{sign}.0f}]"
-    # a minus sign is as wide as a plus; a hyphen is not
-    return text.replace("-", "−")
-
-
 def range_text(counts: Collection[int]) -> str:
     """Return the smallest and the largest count as "2–5", one number if they are equal, and "0" without counts."""
     if not counts:
@@ -163,28 +132,3 @@ def range_text(counts: Collection[int]) -> str:
     if low == high:
         return str(low)
     return f"{low}–{high}"
-
-
-def format_sizes(values: Sequence[float | None]) -> list[str]:
-    """Return numbers of bytes as texts in one unit, the largest that any number reaches; a dash for None."""
-    largest = max((value for value in values if value is not None), default=0.0)
-    unit, unit_bytes = _choose_unit(largest)
-    texts = []
-    for value in values:
-        if value is None:
-            texts.append("—")
-            continue
-        amount = value / unit_bytes
-        # a number below 1 has two digits: 0.65 MiB, but 3.0 and 12.5 MiB
-        digits = 2 if amount < 1 and unit != "B" else 1
-        texts.append(f"{amount:.{digits}f} {unit}")
-    return texts
-
-
-def format_number(value: float | None, sign: bool = False) -> str:
-    """Return a number with one digit; a dash for None. With ``sign``, a positive number has a plus sign."""
-    if value is None:
-        return "—"
-    text = f"{value:+.1f}" if sign else f"{value:.1f}"
-    # U+2212 is as wide as a plus sign, the hyphen is not
-    return text.replace("-", "−")

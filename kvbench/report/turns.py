@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import Table, format_number, format_size
+from kvbench.base.formatting import format_number, format_size, with_interval
+from kvbench.report.table import Table
 
 if TYPE_CHECKING:
     from kvbench.report.data import CellResult, ReportData
@@ -76,26 +77,17 @@ def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str
     # the full cache's own line has no fall beside the full cache's
     beside_full = ""
     if cell.fall_beside_full is not None:
-        beside_full = _add_interval(cell.fall_beside_full.mean, cell.fall_beside_full.ci)
+        beside_full = with_interval(cell.fall_beside_full.mean, cell.fall_beside_full.ci, sign=True)
     return (
         # one knob below the other keeps the first column narrow
         method.replace(" ", "\n"),
         format_number(turns.first),
         format_number(turns.last),
-        _add_interval(turns.fall, turns.fall_ci),
+        with_interval(turns.fall, turns.fall_ci, sign=True),
         beside_full,
         format_size(turns.bytes_compressed),
         format_size(turns.bytes_last),
     )
-
-
-def _add_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
-    """Return a difference of scores with its sign, a dash for None, and its interval on a line below."""
-    text = f"{difference:+.1f}".replace("-", "−") if difference is not None else "—"
-    if ci is not None:
-        low, high = ci
-        text += f"\n[{low:.0f}, {high:.0f}]"
-    return text
 
 
 def record_questions(cell: CellResult) -> dict[str, object]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import Table, format_number
+from kvbench.base.formatting import format_number, format_percent, format_significant, with_interval
+from kvbench.report.table import Table
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
@@ -56,7 +57,7 @@ class MethodVerdict:
         if self.times_smaller is not None:
             size = describe_size(self.times_smaller)
         if self.attended_percent is not None:
-            tokens = f"attends {self.attended_percent:.0f} %"
+            tokens = f"attends {format_percent(self.attended_percent)}"
         elif self.kept_percent is not None:
             tokens = describe_tokens(self.kept_percent)
         if self.score is not None:
@@ -64,12 +65,9 @@ class MethodVerdict:
             if self.full_score is not None:
                 score += f" of {format_number(self.full_score)}"
         if self.delta is not None:
-            difference = format_number(self.delta.mean, sign=True)
-            if self.delta.ci is not None:
-                low, high = self.delta.ci
-                difference += f" [{format_number(low)}, {format_number(high)}]"
+            difference = with_interval(self.delta.mean, self.delta.ci, sign=True, gap=" ")
         if self.divergence is not None:
-            divergence = f"KL {self.divergence:.2g}"
+            divergence = f"KL {format_significant(self.divergence, 2)}"
         # the options of a label stand below the method, so that the line fits
         name = self.method.replace(" ", "\n", 1)
         return name, size, tokens, score, difference, divergence, self.outcome
@@ -78,20 +76,18 @@ class MethodVerdict:
 def describe_size(times_smaller: float) -> str:
     """Return in words how much smaller a method's cache is than the full cache. Up to 5 % count as the same size."""
     if times_smaller >= 1.05:
-        return f"{times_smaller:.1f}x smaller"
+        return f"{format_number(times_smaller)}x smaller"
     if times_smaller > 1 / 1.05:
         return "same size"
-    return f"{1 / times_smaller:.1f}x larger"
+    return f"{format_number(1 / times_smaller)}x larger"
 
 
 def describe_tokens(kept_percent: float) -> str:
     """Return in words how many of a prompt's tokens a method keeps."""
-    # rounded to whole per cent, the share would be 100 %
-    if kept_percent > 99.5:
+    share = format_percent(kept_percent)
+    if share == "100 %":
         return "all tokens"
-    # whole per cent would be too coarse for a share below 2 %
-    digits = 0 if kept_percent >= 2 else 1
-    return f"{kept_percent:.{digits}f} % of tokens"
+    return f"{share} of tokens"
 
 
 def judge_methods(report: ReportData) -> list[MethodVerdict]:

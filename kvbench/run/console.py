@@ -128,7 +128,7 @@ def _describe_forecast(forecast: Forecast) -> Iterator[str]:
 
     If there are more than MOST_IDS cells, the methods alone are named.
     """
-    from kvbench.report.table import format_size
+    from kvbench.base.formatting import format_size
 
     for group in forecast.groups:
         yield from _describe_group(group)
@@ -158,7 +158,7 @@ def _describe_forecast(forecast: Forecast) -> Iterator[str]:
 
 def _describe_group(group: GroupForecast) -> Iterator[str]:
     """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
-    from kvbench.report.table import format_size
+    from kvbench.base.formatting import format_size
 
     yield (
         f"{group.task}: {group.examples} of {group.of} examples x {len(group.methods)} methods; "

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvbench.base.conf import read_yaml
 from kvbench.base.errors import UsageError
+from kvbench.base.formatting import format_number, format_significant, with_interval
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, resolve
 from kvbench.plan import config, run_plan
@@ -22,7 +23,7 @@ from kvbench.plan.words import KL_KEYS
 from kvbench.report.data import CellResult
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
-from kvbench.report.table import Table, with_interval
+from kvbench.report.table import Table
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import CODED, KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.store.results import CellSummary, share
@@ -269,17 +270,16 @@ def find_headings(rows: Sequence[Line]) -> dict[int, str]:
 
 def _write_row(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
     """Return the texts of a row in the order of the table's heads."""
-    byte_text = f"{line.bytes:.1f}" if line.bytes is not None else "—"
     reference = line.fidelity.get("reference")
     answer = line.fidelity.get("greedy")
     # choices and perplexity belong to the reference; a run without one shows the answer's
     summary = reference or answer
     ratio_text = "—"
     if summary is not None:
-        ratio_text = f"{summary.ppl_ratio:.4f}" + write_interval(summary.ppl_ratio_ci, ".4f")
+        ratio_text = with_interval(summary.ppl_ratio, summary.ppl_ratio_ci, 4)
     texts = [
         line.label.replace(" ", "\n", 1),
-        byte_text,
+        format_number(line.bytes),
         write_nats(reference),
         write_nats(answer),
         write_same_choice(summary),
@@ -307,22 +307,14 @@ def write_nats(summary: FidelitySummary | None) -> str:
         if not summary.kl_max:
             return "0"
         return "≤ rounding"
-    return f"{summary.kl_mean:.3g}" + write_interval(summary.ci, ".2g")
+    return with_interval(summary.kl_mean, summary.ci, 3, significant=True)
 
 
 def write_same_choice(summary: FidelitySummary | None) -> str:
     """Return the text of equal first choices in per cent, with the interval below it."""
     if summary is None:
         return "—"
-    return f"{summary.top1:.1f}" + write_interval(summary.top1_ci, ".1f")
-
-
-def write_interval(ci: Interval | None, form: str) -> str:
-    """Return the text of an interval on a line of its own, or "" without one. ``form`` is a format, such as ".2f"."""
-    if ci is None:
-        return ""
-    low, high = ci
-    return f"\n[{low:{form}}, {high:{form}}]"
+    return with_interval(summary.top1, summary.top1_ci)
 
 
 @dataclass(frozen=True)
@@ -460,7 +452,9 @@ def write_notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
         floors += [summary.floor for summary in line.fidelity.values()]
     floor_text = ""
     if floors:
-        floor_text = f" The floor is at most {max(floors):.1g} nats where new tokens stay exact. {CODED}"
+        floor_text = (
+            f" The floor is at most {format_significant(max(floors), 1)} nats where new tokens stay exact. {CODED}"
+        )
     # without scores, n is printed as 0
     note_texts = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
@@ -518,10 +512,9 @@ def _note_divergences(pairs: Sequence[Pair]) -> list[str]:
     # neighbours are enough here, since the ratios of other pairs follow from theirs
     for pair in apart:
         if pair.neighbours and pair.ci is not None:
-            low, high = pair.ci
+            ratio = with_interval(pair.log_ratio, pair.ci, 2, gap=" ")
             texts.append(
-                f"{pair.nearer} is nearer to the full cache than {pair.farther}: "
-                f"ln ratio {pair.log_ratio:.2f} [{low:.2f}, {high:.2f}]{_write_points(pair)}."
+                f"{pair.nearer} is nearer to the full cache than {pair.farther}: ln ratio {ratio}{_write_points(pair)}."
             )
     return texts
 
@@ -530,8 +523,4 @@ def _write_points(pair: Pair) -> str:
     """Return the clause with a pair's difference of scores in points, or "" where it has none."""
     if pair.points is None:
         return ""
-    ci_text = ""
-    if pair.points_ci is not None:
-        low, high = pair.points_ci
-        ci_text = f" [{low:+.1f}, {high:+.1f}]"
-    return f", scores {pair.points:+.1f}{ci_text}"
+    return f", scores {with_interval(pair.points, pair.points_ci, sign=True, gap=' ')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbench.base.formatting import with_interval
 from kvbench.plan.config import THROUGH_CACHE
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.report import Report
@@ -123,9 +124,7 @@ def build_tables(comparisons: Sequence[FormatComparison]) -> list[Table]:
 
 def _write_ratio(comparison: FormatComparison) -> str:
     """Return the text of the log ratio, with its interval below it."""
-    if comparison.log_ratio is None:
-        return "—"
-    return f"{comparison.log_ratio:.2f}" + format_table.write_interval(comparison.ci, ".2f")
+    return with_interval(comparison.log_ratio, comparison.ci, 2)
 
 
 def write_notes(comparisons: Sequence[FormatComparison]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbench.base.formatting import format_number, format_percent, format_significant, with_interval
+from kvbench.kv.pages import PagesFreed
 from kvbench.report import writers
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, QUICK, Suite
@@ -24,19 +26,19 @@ def write_line(suite: Suite, entry: RowScore) -> str:
     """Return a row as one line of text to quote: its mean, its parts, the worst part, its bytes and its free pages."""
     head = f"{suite.name} @1/{entry.budget}: "
     if entry.nothing_compressed:
-        return f"{head}{entry.name}: {NOTHING} on {100 * entry.unchanged:.0f} % of the prompts"
+        return f"{head}{entry.name}: {NOTHING} on {format_percent(100 * entry.unchanged)} of the prompts"
     if entry.mean is None:
         return f"{head}{entry.name}: no part can be measured with this model"
     parts = []
     for name, part in entry.parts.items():
         if part.retained is not None:
-            parts.append(f"{name} {score_text(part.retained)}")
+            parts.append(f"{name} {format_number(part.retained, 0)}")
     # whoever quotes the line must see that its mean is not over all parts
     parts += [f"not {name}" for name in _list_absent_parts(suite, entry)]
     return (
         f"{head}{entry.name} {_write_mean(suite, entry)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
-        f"{entry.bytes:.1f} % of the bytes{_write_pages(entry)}"
+        f"{format_number(entry.bytes)} % of the bytes{_write_pages(entry)}"
     )
 
 
@@ -47,21 +49,18 @@ def _write_pages(entry: RowScore) -> str:
     """
     if entry.pages is None:
         return ""
-    return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
+    in_place, compacted = _write_shares(entry.pages)
+    return f"; pages freed {in_place} %, compacted {compacted} %"
 
 
-def score_text(value: float) -> str:
-    """Return a score without decimals, with a real minus sign."""
-    # a whole number, so that a small negative score is 0 and not -0
-    return str(round(value)).replace("-", "−")
+def _write_shares(pages: PagesFreed) -> tuple[str, str]:
+    """Return the shares of pages freed as kept tokens lie, and compacted, in whole per cent."""
+    return format_number(100 * pages.united, 0), format_number(100 * pages.united_compacted, 0)
 
 
-def interval_text(ci: tuple[float, float] | None) -> str:
-    """Return an interval in brackets, with a space before them; '' without an interval."""
-    if ci is None:
-        return ""
-    low, high = ci
-    return f" [{score_text(low)}, {score_text(high)}]"
+def write_score(value: float, ci: tuple[float, float] | None, mark: str = "") -> str:
+    """Return a score of 0 (random tokens) to 100 (the full cache) without decimals, with its interval."""
+    return with_interval(value, ci, 0, mark=mark, gap=" ")
 
 
 def _list_absent_parts(suite: Suite, entry: RowScore) -> list[str]:
@@ -106,7 +105,7 @@ def _write_mean(suite: Suite, entry: RowScore) -> str:
     if entry.mean is None:
         return UNMEASURABLE
     mark = FEWER_PARTS if _list_absent_parts(suite, entry) else ""
-    return score_text(entry.mean) + mark + interval_text(entry.ci)
+    return write_score(entry.mean, entry.ci, mark)
 
 
 def build_score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
@@ -145,12 +144,12 @@ def _write_row(suite: Suite, entry: RowScore) -> list[str]:
         if score is None or score.retained is None or entry.nothing_compressed:
             cells.append(UNMEASURABLE)
         else:
-            cells.append(score_text(score.retained) + interval_text(score.ci))
+            cells.append(write_score(score.retained, score.ci))
     pages = UNMEASURABLE
     # results of older versions have no count of pages
     if entry.pages is not None:
-        pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
-    cells += [f"{entry.bytes:.1f}", pages]
+        pages = ", ".join(_write_shares(entry.pages))
+    cells += [format_number(entry.bytes), pages]
     return cells
 
 
@@ -189,15 +188,18 @@ def _note_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         if not scores:
             continue
         # the budgets at which the full cache is not above random tokens by an interval
-        at_chance = [f"{score.chance:.1f} at 1/{budget}" for budget, score in scores.items() if score.retained is None]
+        at_chance = [
+            f"{format_number(score.chance)} at 1/{budget}" for budget, score in scores.items() if score.retained is None
+        ]
         full = next(iter(scores.values()))
         if at_chance:
             lines.append(
-                f"{part.name} says nothing about compression here: the full cache ({full.full:.1f}) is not above "
-                f"random tokens ({', '.join(at_chance)}) by an interval."
+                f"{part.name} says nothing about compression here: the full cache ({format_number(full.full)}) is not "
+                f"above random tokens ({', '.join(at_chance)}) by an interval."
             )
         unit = "nats, the floor" if part.measure == KL else "of 100"
-        lines.append(f"{part.name}: {part.about}. n = {full.n} prompts. The full cache scores {full.full:.3g} {unit}.")
+        score = f"{format_significant(full.full)} {unit}"
+        lines.append(f"{part.name}: {part.about}. n = {full.n} prompts. The full cache scores {score}.")
     return lines
 
 
@@ -229,9 +231,9 @@ def _note_below_negative(scored: Sequence[RowScore]) -> list[str]:
         return []
     groups = []
     for (part, budget), rows in rows_by_place.items():
-        names = ", ".join(f"{row.name} ({score_text(row.retained)})" for row in rows)
+        names = ", ".join(f"{row.name} ({format_number(row.retained, 0)})" for row in rows)
         # all rows of one part and budget are compared with one control
-        control = f"{rows[0].negative} ({score_text(rows[0].negative_retained)})"
+        control = f"{rows[0].negative} ({format_number(rows[0].negative_retained, 0)})"
         groups.append(f"{part} at 1/{budget}, {control}: {names}")
     return [
         "Some rows are worse than the first tokens alone, by intervals. These keep the text's beginning whole, with "

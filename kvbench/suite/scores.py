@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.base.errors import UsageError
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.kv.pages import PagesFreed
 from kvbench.report.unchanged import UNCHANGED, same_as_full
 from kvbench.store.fidelity import KINDS
@@ -399,11 +400,8 @@ def list_above_full(scored: Sequence[RowScore]) -> list[str]:
     for entry in scored:
         for part, score in entry.parts.items():
             if score.retained is not None and score.ci is not None and score.ci[0] > 100:
-                low, high = score.ci
-                lines.append(
-                    f"higher than the full cache: {entry.name} at 1/{entry.budget}, {part} {score.retained:.0f} "
-                    f"[{low:.0f}, {high:.0f}]"
-                )
+                share = with_interval(score.retained, score.ci, 0, gap=" ")
+                lines.append(f"higher than the full cache: {entry.name} at 1/{entry.budget}, {part} {share}")
     return lines
 
 
@@ -438,9 +436,10 @@ class BelowNegative:
 
     def __str__(self) -> str:
         """Return the message that names the place and both scores."""
+        retained, negative = format_number(self.retained, 0), format_number(self.negative_retained, 0)
         return (
-            f"{self.part} at 1/{self.budget}: {self.name} ({self.retained:.0f}) is below the negative control "
-            f"{self.negative} ({self.negative_retained:.0f})"
+            f"{self.part} at 1/{self.budget}: {self.name} ({retained}) is below the negative control "
+            f"{self.negative} ({negative})"
         )
 
 

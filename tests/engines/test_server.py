@@ -91,7 +91,7 @@ def test_thoughts_are_no_answers_and_those_that_are_cut_are_told(tmp_path, capsy
 
     with serving(answer) as stub:
         assert main(words(stub, tmp_path, "parallel=1")) == 0
-    assert "a: 40.0 % of the answers end inside their thought, and score as empty ones" in capsys.readouterr().out
+    assert "a: 40 % of the answers end inside their thought, and score as empty ones" in capsys.readouterr().out
     assert main(words(stub, tmp_path, "--json")) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["cut_thoughts"] == 0.4 and row["empty"] == 0

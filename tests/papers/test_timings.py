@@ -76,9 +76,9 @@ def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys)
     assert status == 0
     cells = next(line for line in out.splitlines() if "ratio=0.4" in line).split("|")[2:5]
     assert [c.strip() for c in cells] == [
-        "0.75× (0.86×)<br>ours 0.03<br>paper 53.3",
-        "1.50× (1.49×)<br>ours 75<br>paper 10.4",
-        "1.50× (0.93×)<br>ours 7.5 ∫<br>paper 0.25",
+        "0.75× (0.86×)<br>ours 0.0300<br>paper 53.3",
+        "1.50× (1.49×)<br>ours 75.0<br>paper 10.4",
+        "1.50× (0.93×)<br>ours 7.50 ∫<br>paper 0.25",
     ]
     assert "OOM (0.83×)<br>paper 51.2" in out
     assert "tiny with random weights on CPU a processor, 1 thread; the paper's is llama-2-7b on NVIDIA A100" in out

@@ -17,7 +17,6 @@ from kvbench.report.notes import note_lengths
 from kvbench.report.of_run import collect
 from kvbench.report.report import Report
 from kvbench.report.summary import shown_delta, summarise
-from kvbench.report.table import format_sizes
 from kvbench.store.cell import Cell
 from kvbench.store.results import Sample, Status
 from kvbench.store.turns import TurnAnswer
@@ -90,7 +89,7 @@ def test_the_difference_to_the_full_cache_is_ours_minus_full_in_points():
     scores = {method: row.cells[0].summary.score for method, row in rows.items()}
     assert scores == {"full": 56.25, "snapkv": 87.5, "h2o": 31.25}
     lines = {method: render._write_score(row.cells[0], render.EVERYTHING).split("\n") for method, row in rows.items()}
-    assert lines["snapkv"][0] == "87.5" and lines["snapkv"][2] == "Δ +31.2*"
+    assert lines["snapkv"][0] == "87.5" and lines["snapkv"][2] == "Δ +31.3*"
     assert lines["h2o"][0] == "31.2" and lines["h2o"][2] in ("Δ −25.0", "Δ −25.0*") and len(lines["full"]) == 2
     record = {r["method"]: r for r in render.list_records(report)}
     assert (record["snapkv"]["delta"], record["h2o"]["delta"]) == (better.mean, worse.mean)
@@ -212,7 +211,7 @@ def test_intervals_of_a_score_are_in_points_and_in_order():
     s = summarise([made(i, x) for i, x in enumerate(FULL)], "f1", 8)
     assert 0 <= s.ci[0] < s.score == 56.25 < s.ci[1] <= 100 and s.ci[1] - s.ci[0] > 20
     text = render._write_score(CellResult("a", "id", "measured", summary=s), render.EVERYTHING)
-    assert text == f"56.2\n[{s.ci[0]:.0f}, {s.ci[1]:.0f}]"
+    assert text == f"56.3\n[{s.ci[0]:.1f}, {s.ci[1]:.1f}]"
 
 
 def row_samples():
@@ -329,13 +328,13 @@ def test_a_verdict_says_what_is_saved_and_what_is_lost():
     worse = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     rows = {"full": of_scores(FULL), "snapkv": of_scores(BETTER), "h2o": of_scores(worse), "tova": of_scores(FULL)}
     better, lost, same = verdict_texts(rows)
-    assert better.startswith("snapkv same size 25 % of tokens 87.5 of 56.2 +31.2 [")
+    assert better.startswith("snapkv same size 25.3 % of tokens 87.5 of 56.3 +31.3 [")
     assert better.endswith("] better than full")
-    assert lost.startswith("h2o same size 25 % of tokens 0.0 of 56.2 −56.2 [−") and lost.endswith("] worse than full")
-    assert same.startswith("tova same size 25 % of tokens 56.2 of 56.2 +0.0 [") and same.endswith("] not told apart")
+    assert lost.startswith("h2o same size 25.3 % of tokens 0.0 of 56.3 −56.3 [−") and lost.endswith("] worse than full")
+    assert same.startswith("tova same size 25.3 % of tokens 56.3 of 56.3 +0.0 [") and same.endswith("] not told apart")
     few = {"full": of_scores(FULL[:4]), "snapkv": of_scores(BETTER[:4])}
     assert verdict_texts(few)[0].endswith("too few examples to compare")
-    assert verdict_texts({"snapkv": of_scores(FULL)})[0].endswith("56.2 no full cache to compare with")
+    assert verdict_texts({"snapkv": of_scores(FULL)})[0].endswith("56.3 no full cache to compare with")
 
 
 def test_a_verdict_names_up_to_three_tasks_and_counts_more():
@@ -386,14 +385,18 @@ def test_a_size_in_words(times, words):
     assert verdict.describe_size(times) == words
 
 
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [(12.5, "12.5 % of tokens"), (25.0, "25 % of tokens"), (1.25, "1.3 % of tokens"), (99.7, "99.7 % of tokens")]
+    + [(99.97, "all tokens"), (100.0, "all tokens")],
+)
+def test_kept_tokens_in_words(kept, words):
+    assert verdict.describe_tokens(kept) == words
+
+
 def test_options_stand_beside_a_method_where_rows_differ_in_them():
     labels = ["snapkv kv_ratio=0.5 window=8", "snapkv kv_ratio=0.25 window=8", "h2o kv_ratio=0.5"]
     assert verdict._shorten(labels) == ["snapkv kv_ratio=0.5", "snapkv kv_ratio=0.25", "h2o"]
-
-
-def test_sizes_have_one_unit():
-    assert format_sizes([3 * 2**20, 0.65 * 2**20, None, 12.5 * 2**20]) == ["3.0 MiB", "0.65 MiB", "—", "12.5 MiB"]
-    assert format_sizes([100, 7]) == ["100.0 B", "7.0 B"] and format_sizes([None]) == ["—"]
 
 
 def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_of_all():

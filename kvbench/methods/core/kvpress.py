@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.errors import KvbenchError, Refused, UsageError, headline
+from kvbench.base.formatting import format_size
 from kvbench.base.numbers import ceil_div
 from kvbench.kv import ops
 from kvbench.kv.content import mark_kept_rows
@@ -279,9 +280,7 @@ class PressSelector(Selector):
         # Hq n^2 numbers in fp32
         size = 4 * len(queries) * obs.n**2
         if size > ATTENTION_LIMIT:
-            raise Refused(
-                f"{self.id} reads the whole attention matrix, {size / 2**30:.0f} GiB a layer at {obs.n} tokens"
-            )
+            raise Refused(f"{self.id} reads the whole attention matrix, {format_size(size)} a layer at {obs.n} tokens")
         return causal_softmax(queries, keys, obs.scale)[None]
 
     @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvbench.base.formatting import format_number, format_size
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
@@ -65,10 +66,10 @@ class PromptCache:
         for layer in self.layers:
             counts += layer.kept_counts()
         if min(counts) < max(counts):
-            tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
+            tokens = f"{min(counts)} to {max(counts)}, {format_number(sum(counts) / len(counts), 0)} in the mean,"
         else:
             tokens = f"{counts[0]}"
-        return f"<PromptCache {method}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
+        return f"<PromptCache {method}: {tokens} of {self.seen} tokens, {format_size(self.nbytes())}>"
 
     def __copy__(self) -> PromptCache:
         """Return a copy that shares all tensors."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import write_json
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import (
     CONTRADICTED,
@@ -396,14 +396,17 @@ def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord
     assert numbers["mean"] is not None
     scale, digits = _choose_scale(record, measure)
     mean = numbers["mean"] / scale
-    low, high = numbers["ci"] or (nan, nan)  # a single example has no interval
-    low, high = low / scale, high / scale
+    ci = None
+    # a single example has no interval
+    if numbers["ci"] is not None:
+        low, high = numbers["ci"]
+        ci = low / scale, high / scale
     unit = ""
     if scale == 100:
         unit = " nats"
     elif measure == DIVERGENCE:
         unit = " %"
-    return f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+    return with_interval(mean, ci, digits, sign=True, mark=unit, gap=" ")
 
 
 def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
@@ -426,13 +429,13 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
         difference = f"{NAMES[measure]}\n{difference}"
     lines = [difference, _describe_sample(numbers), _count_tasks(list(numbers["tasks"].values()), least)]
     if len(numbers["settings"]) > 1:
-        settings = [f"{setting_mean / scale:+.{digits}f}" for setting_mean in numbers["settings"]]
+        settings = [format_number(mean / scale, digits, sign=True) for mean in numbers["settings"]]
         lines.append("settings " + ", ".join(settings))
     if numbers["needs"] is not None:
         lines.append(f"about {numbers['needs']:,} pairs would decide")
     # on the tiny model the rows also ran with the paper's windows, unless its prompts are too short for them
     if numbers["elsewhere"] is not None:
-        lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
+        lines.append(f"the paper's windows {format_number(numbers['elsewhere'] / scale, digits, sign=True)}")
     elif numbers["why_not"]:
         lines.append("the paper's windows do not fit")
     return lines

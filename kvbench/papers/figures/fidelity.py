@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.base.example import Example
+from kvbench.base.formatting import with_interval
 from kvbench.engine.divergence import replace_layer
 from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
@@ -308,10 +309,8 @@ def _format_intervals(data: pd.DataFrame, index_columns: list[str]) -> pd.Series
     """
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
-        text = f"{kl:.3g}"
-        if not math.isnan(low):
-            text += f" [{low:.3g}, {high:.3g}]"
-        texts.append(text)
+        ci = None if math.isnan(low) else (low, high)
+        texts.append(with_interval(kl, ci, 3, significant=True, gap=" "))
     return pd.Series(texts, index=pd.MultiIndex.from_frame(data[index_columns]))
 
 

@@ -272,11 +272,6 @@ def figure_folder(results: Path | str, model: str) -> Path:
     return Path(results) / "figures"
 
 
-def format_percent(fraction: float) -> str:
-    """Return a fraction in per cent as text: 0.12 is ``12 %``."""
-    return f"{100 * fraction:.0f} %"
-
-
 def facts_of(text: str) -> dict[str, str]:
     """Return {key: value} of the ``# key: value`` lines at the start of a CSV."""
     facts = {}

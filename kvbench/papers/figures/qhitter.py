@@ -14,12 +14,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvbench.base.formatting import format_percent
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import top_indices
 from kvbench.methods.core.stage import Role, Stage
-from kvbench.papers.figures.figure import Code, Fact, format_percent
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.reading import Prompt, Reading
 
 CRITICAL = 0.2  # the critical tokens are this share of all, those with the most accumulated attention
@@ -81,7 +82,7 @@ def measure_shifts(reading: Reading) -> pd.DataFrame:
     widths = reading.knobs.get("bits") or WIDTHS
     rows: list[tuple[str, int, int, int, float]] = []
     for prompt in reading.prompts:
-        why = f"{format_percent(CRITICAL)} of its tokens are to be at least one"
+        why = f"{format_percent(100 * CRITICAL)} of its tokens are to be at least one"
         ids = reading.ids(prompt, least=round(1 / CRITICAL), why=why)
         rows += _measure_prompt_shifts(reading, ids, widths)
         reading.tick()
@@ -160,7 +161,7 @@ def state_shifts(data: pd.DataFrame) -> Iterator[Fact]:
             layer_rows = rows[rows["layer"].isin(chosen_layers)]
             overlaps[layers_name] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
         overlaps["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
-        critical = format_percent(CRITICAL)
+        critical = format_percent(100 * CRITICAL)
         label = f"Overlap of the critical {critical} (chance: {critical}), {name} quantised"
         yield Fact(label, pd.concat(overlaps), "{:.0f} %", "{} bits")
 
@@ -276,7 +277,8 @@ def state_errors(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(f"Their quantile by the error of {half} (median)", median, "{:.0f} %")
         # if attention and error were independent, 20 % of 20 % of the tokens would be in both
         both = 100 * marked.groupby("layer")["both"].mean()
-        label = f"Tokens in the top {format_percent(CRITICAL)} by both (chance: {format_percent(CRITICAL**2)})"
+        chance = format_percent(100 * CRITICAL**2)
+        label = f"Tokens in the top {format_percent(100 * CRITICAL)} by both (chance: {chance})"
         yield Fact(label, both, "{:.1f} %", "layer {}")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import pandas as pd
 
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.sweep import FULL, MEAN, ROW
 from kvbench.report import heatmap
@@ -232,7 +233,7 @@ def state_front(data: pd.DataFrame) -> Iterator[Fact]:
     rows = choose_rows(data, "mean")
     points = []
     for point in find_separate_front(rows).itertuples():
-        points.append(f"{point.series} {point.bytes:.1f} % with {point.score:.1f}")
+        points.append(f"{point.series} {format_number(point.bytes)} % with {format_number(point.score)}")
     yield Fact("Bytes and score on the front", ", ".join(points) or "none, as the intervals overlap")
     if "relative_low" in rows:
         alike = _mark_like_full(rows)
@@ -298,10 +299,8 @@ def state_paired_gains(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
     index = pd.MultiIndex.from_arrays([names, rows["x"]])
     texts = []
     for gain, low, high in zip(rows["gain"], rows["gain_low"], rows["gain_high"], strict=True):
-        text = f"{gain:+.1f}"
-        if not pd.isna(low):
-            text += f" [{low:.1f}, {high:.1f}]"
-        texts.append(text)
+        ci = None if pd.isna(low) else (low, high)
+        texts.append(with_interval(gain, ci, sign=True, gap=" "))
     yield Fact(f"Points that {stage} adds", pd.Series(texts, index=index), "{}", "{:g} %")
     bounded = rows.dropna(subset=["gain_low", "gain_high"])
     if len(bounded):

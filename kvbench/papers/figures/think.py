@@ -16,12 +16,13 @@ from torch import Tensor
 
 from kvbench.audit.accounting import bytes_declared
 from kvbench.base.conf import entries
+from kvbench.base.formatting import format_percent
 from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_entry
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.resolve import chain_of
-from kvbench.papers.figures.figure import Code, Fact, format_percent
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.reading import Reading
 from kvbench.plan import presets
 
@@ -262,13 +263,13 @@ def state_energies(data: pd.DataFrame) -> Iterator[Fact]:
         # a matrix can have more singular values than SHOWN, and the data do not say how many
         if size < SHOWN:
             text += f" of {size}"
-        yield Fact(f"With {format_percent(ENOUGH)} of the energy", text)
+        yield Fact(f"With {format_percent(100 * ENOUGH)} of the energy", text)
         # one number a head; none if the data have fewer singular values than FIRST
         first_sums = rows[rows["index"] == FIRST]["cumulative"]
         if len(first_sums):
             heads_over = f"in {int((first_sums > ENOUGH).sum())} of {len(first_sums)} heads"
-            span = f"{format_percent(first_sums.min())} to {format_percent(first_sums.max())}"
-            yield Fact(f"Energy of the first {FIRST}", f"{span}, more than {format_percent(ENOUGH)} {heads_over}")
+            span = f"{format_percent(100 * first_sums.min())} to {format_percent(100 * first_sums.max())}"
+            yield Fact(f"Energy of the first {FIRST}", f"{span}, more than {format_percent(100 * ENOUGH)} {heads_over}")
 
 
 CODE = {

@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from kvbench.base.formatting import format_percent
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import per_head
-from kvbench.papers.figures.figure import Code, Fact, format_percent
+from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.reading import Reading
 
 SHOWN = 48  # attention is drawn among so many first tokens of the first prompt
@@ -165,7 +166,7 @@ def state_sinks(data: pd.DataFrame) -> Iterator[Fact]:
     """
     heads = _average_by_head(data)
     sinks, others = heads[heads["share"] >= SINK], heads[heads["share"] < SINK]
-    label = f"Heads of {len(heads)} that pay {format_percent(SINK)} or more of all attention to one token"
+    label = f"Heads of {len(heads)} that pay {format_percent(100 * SINK)} or more of all attention to one token"
     yield Fact(label, len(sinks), "{}")
     if len(sinks):
         ratios = sinks["ratio"]

@@ -11,6 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
+from kvbench.base.formatting import format_number, with_interval
 from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.our_table import TableLine
 from kvbench.papers.spec.row_knobs import parse_setting
@@ -111,12 +112,12 @@ def _describe_order(view: View) -> Iterator[str]:
     if not taus:
         return
     mean, interval = mean_tau(list(taus.values()))
-    text = f"Order of rows: Kendall's tau to the paper's is {_format_tau(mean)}"
+    text = f"Order of rows: Kendall's tau to the paper's is {with_interval(mean, interval, 2, gap=' ')}"
     if interval is not None:
         low, *_, high = sorted(taus, key=lambda name: taus[name])
         text += (
-            f" [{_format_tau(interval[0])}, {_format_tau(interval[1])}], the mean of {len(taus)} columns "
-            f"({low} {_format_tau(taus[low])}, {high} {_format_tau(taus[high])})"
+            f", the mean of {len(taus)} columns "
+            f"({low} {format_number(taus[low], 2)}, {high} {format_number(taus[high], 2)})"
         )
     yield f"{text}."
 
@@ -136,10 +137,6 @@ def _describe_differences(view: View) -> Iterator[str]:
         more = f" and {len(against) - MOST_NAMED} more" if len(against) > MOST_NAMED else ""
         text += f" Reversed: {'; '.join(against[:MOST_NAMED])}{more}."
     yield text
-
-
-def _format_tau(tau: float) -> str:
-    return f"{tau:.2f}".replace("-", "−")
 
 
 def _blocks(view: View) -> list[list[Line]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import wrap
 
+from kvbench.base.formatting import format_number, format_percent, with_interval
 from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.agreement import describe_agreement
 from kvbench.papers.measured.cell_view import CellView, View
@@ -97,7 +98,7 @@ def _head_column(view: View, index: int) -> str:
     most = max(entries, key=lambda entry: entry.n)
     lines = [column.name, f"n {most.n}{FEW if most.few else ''}"]
     if most.full is not None:
-        lines.append(f"full {_format_number(most.full, 1)}{FAILS if most.floor else ''}")
+        lines.append(f"full {format_number(most.full, 1)}{FAILS if most.floor else ''}")
     return "\n".join(lines)
 
 
@@ -183,7 +184,7 @@ def _format_score(entry: CellView, show: str, stand_in: bool, intervals: bool) -
     as_share = show == "share"
     ours = _format_our_side(entry, as_share, intervals)
     printed = _format_printed(entry, as_share)
-    difference = _format_number(entry.delta, 2, sign=True)
+    difference = format_number(entry.delta, 2, sign=True)
     if entry.unlike:
         difference += UNLIKE
     kept = _format_kept(entry.budget)
@@ -206,7 +207,7 @@ def _format_score(entry: CellView, show: str, stand_in: bool, intervals: bool) -
         if entry.budgeted:
             budgets = kept
             if entry.published_budget is not None:
-                budgets += f" ({entry.published_budget:.0f}%)"
+                budgets += f" ({format_percent(entry.published_budget)})"
             lines.append(budgets.strip())
     # brackets are empty if the paper prints nothing in this cell
     return [line for line in lines if line not in ("", "()")]
@@ -214,7 +215,7 @@ def _format_score(entry: CellView, show: str, stand_in: bool, intervals: bool) -
 
 def _format_kept(budget: float | None) -> str:
     """Return the text of a share of tokens kept in per cent; '' if it is not known."""
-    return "" if budget is None else f"kept {budget:.0f}%"
+    return "" if budget is None else f"kept {format_percent(budget)}"
 
 
 def _format_our_side(entry: CellView, as_share: bool, intervals: bool) -> list[str]:
@@ -240,13 +241,8 @@ def _format_our_side(entry: CellView, as_share: bool, intervals: bool) -> list[s
     digits = 1
     if entry.printed and not as_share:
         digits = decimals(entry.printed)
-    text = _format_number(value, digits) + unit
-    if entry.unchanged:
-        text += UNCHANGED
-    if ci is None or not intervals:
-        return [text]
-    low, high = ci
-    return [text, f"[{low:.0f}, {high:.0f}]"]
+    mark = unit + UNCHANGED if entry.unchanged else unit
+    return with_interval(value, ci if intervals else None, digits, mark=mark).split("\n")
 
 
 def _format_printed(entry: CellView, as_share: bool) -> str:
@@ -261,10 +257,10 @@ def _format_printed(entry: CellView, as_share: bool) -> str:
         return ""
     # without the paper's full-cache row there is no share of it: show the absolute value, and say so
     if as_share and value is None and entry.published is not None:
-        return f"{_format_number(entry.published, 2)}{entry.mark}{ABSOLUTE}"
+        return f"{format_number(entry.published, 2)}{entry.mark}{ABSOLUTE}"
     if value is None and not entry.printed:
         return ""
-    text = _format_number(value, digits)
+    text = format_number(value, digits)
     # a table that prints shares shows the printed characters even where shares are asked for
     as_printed = not as_share or value == entry.published
     if entry.printed and as_printed:
@@ -273,7 +269,7 @@ def _format_printed(entry: CellView, as_share: bool) -> str:
     if entry.exact and as_printed:
         text += f" {entry.exact}"
     if entry.stated is not None and not as_share:
-        text += f" stated {_format_number(entry.stated, 2)}"
+        text += f" stated {format_number(entry.stated, 2)}"
     return text
 
 
@@ -492,7 +488,7 @@ def _write_notes_on_printed(view: View, entries: Sequence[CellView], relative: b
             name = f"{line.row.model} {name}"
         for entry in row:
             if entry.stated is not None:
-                stated, computed = _format_number(entry.stated, 2), _format_number(entry.published, 2)
+                stated, computed = format_number(entry.stated, 2), format_number(entry.published, 2)
                 corrections.append(f"{stated} for {computed} ({name})")
     if corrections and relative:  # a cell of shares has no room for the stated average
         yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
@@ -518,14 +514,6 @@ def write_title(view: View, show: str = "both") -> str:
     if counts:
         model += f", {counts}"
     return f"{start} — {model}"
-
-
-def _format_number(value: float | None, digits: int, sign: bool = False) -> str:
-    """Format a number with a typographic minus sign, which is as wide as a digit; None is a dash."""
-    if value is None:
-        return "—"
-    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
-    return text.replace("-", "−")
 
 
 def _format_setting(key: str, value: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvbench.base.formatting import DASH, format_number, with_interval
 from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED, Row
 from kvbench.papers.timed.row_matching import INTEGRATED, MISSING, TimedCell
 from kvbench.papers.timed.timings import SCRIPT, Timings
@@ -44,8 +45,8 @@ def format_cell(entry: CellView, show: str) -> list[str]:
     if show == "delta":
         if cell.ratio is None or cell.published_ratio is None:
             return [_choose_sign(entry) or "—"]
-        return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
-    value = _format_value(cell)
+        return [format_number(cell.ratio - cell.published_ratio, 2, sign=True)]
+    value, spread = _format_value(cell)
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
     value_alone = bool(value) and cell.ratio is None
     texts = []
@@ -54,9 +55,8 @@ def format_cell(entry: CellView, show: str) -> list[str]:
             texts.append(our_ratio)
         if value:
             texts.append(value)
-        if cell.spread is not None:
-            low, high = cell.spread
-            texts.append(f"[{_format_number(low)}, {_format_number(high)}]")
+        if spread:
+            texts.append(spread)
         return texts
     # the paper's ratio still needs ours beside it, be it only a dash
     if not value_alone or cell.published_ratio is not None:
@@ -67,14 +67,13 @@ def format_cell(entry: CellView, show: str) -> list[str]:
     return texts
 
 
-def _format_value(cell: TimedCell) -> str:
-    """Return our value of a cell, with ∫ if its steps were interpolated; '' without a value."""
+def _format_value(cell: TimedCell) -> tuple[str, str]:
+    """Return (our value of a cell, with ∫ if its steps were interpolated, its quartiles); '' for what is not known."""
     if cell.value is None:
-        return ""
-    text = _format_number(cell.value)
-    if INTEGRATED in cell.marks:
-        text += " ∫"
-    return text
+        return "", ""
+    mark = " ∫" if INTEGRATED in cell.marks else ""
+    value, _, spread = with_interval(cell.value, cell.spread, 3, significant=True, mark=mark).partition("\n")
+    return value, spread
 
 
 def _choose_sign(entry: CellView) -> str:
@@ -104,14 +103,7 @@ def _format_printed(entry: CellView) -> str:
 
 def _format_ratio(ratio: float | None) -> str:
     """Format a ratio; None is a dash."""
-    return "—" if ratio is None else f"{ratio:.2f}×"
-
-
-def _format_number(value: float) -> str:
-    """Format a number with three significant digits, or from 100 on with all digits before the point."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    return DASH if ratio is None else f"{format_number(ratio, 2)}×"
 
 
 def write_notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:

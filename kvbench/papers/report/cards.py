@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvbench.base.formatting import format_number
 from kvbench.report import of_store, verdict
 from kvbench.report.data import ReportData, ReportRow
 from kvbench.report.looks import look_of
@@ -211,15 +212,15 @@ def _draw_axes(axes: _Axes, full_score: float) -> list[str]:
     parts = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         size, score = share * axes.widest, share * axes.top
-        parts.append(_svg_text(axes.x(size), HEIGHT - BOTTOM + 16, f"{size:.0f}", "middle"))
-        parts.append(_svg_text(LEFT - 6, axes.y(score) + 4, f"{score:.0f}", "end"))
+        parts.append(_svg_text(axes.x(size), HEIGHT - BOTTOM + 16, format_number(size, 0), "middle"))
+        parts.append(_svg_text(LEFT - 6, axes.y(score) + 4, format_number(score, 0), "end"))
         grid_y = f"{axes.y(score):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{grid_y}" y2="{grid_y}"/>')
     parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
     full_y = f"{axes.y(full_score):.1f}"
     parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{full_y}" y2="{full_y}"/>')
     # the label of the line stands at the right end, where few methods have a point
-    parts.append(_svg_text(WIDTH - RIGHT, axes.y(full_score) - 4, f"full {full_score:.1f}", "end"))
+    parts.append(_svg_text(WIDTH - RIGHT, axes.y(full_score) - 4, f"full {format_number(full_score)}", "end"))
     return parts
 
 

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
+from kvbench.base.formatting import format_number, format_significant, with_interval
 from kvbench.papers.claims import ledger
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report import cards
@@ -65,13 +66,6 @@ RUN_COLUMNS = (
     "from",
 )
 """The columns of the table of runs. Those that no run fills are left out."""
-RUN_FORMATS = {
-    "score": "{:.1f}",
-    "interval": "[{0[0]:.0f}, {0[1]:.0f}]",
-    "bytes": "{:,.0f}",
-    "percent_of_full": "{:.1f}",
-}
-"""The format string for each number in the table of runs. An interval is a pair."""
 OWN_PLOT = "kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 """The command that a page without figures of the user's methods shows as an example."""
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
@@ -331,9 +325,13 @@ def _format_run(run: Mapping[str, Any]) -> dict[str, object]:
     else:
         values["question"] = "withheld"
     # a refused or failed run has no score, and stays without one
-    for key, number_format in RUN_FORMATS.items():
-        if values.get(key) is not None:
-            values[key] = number_format.format(values[key])
+    if run.get("score") is not None:
+        values["score"], _, interval = with_interval(run["score"], run.get("interval")).partition("\n")
+        values["interval"] = interval or None
+    if run.get("bytes") is not None:
+        values["bytes"] = f"{run['bytes']:,.0f}"
+    if run.get("percent_of_full") is not None:
+        values["percent_of_full"] = format_number(run["percent_of_full"])
     if run.get("kind"):
         # readers must see which results kvbench did not measure itself
         values["status"] = f"{values.get('status')}, {run['kind']}"
@@ -353,9 +351,8 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
         return "≤ rounding"
     interval = divergence.get("ci")
     if not interval:
-        return f"{mean:.3g}"
-    low, high = interval
-    return f"{mean:.3g} [{low:.2g}, {high:.2g}]"
+        return format_significant(mean)
+    return with_interval(mean, interval, 3, significant=True, gap=" ")
 
 
 def render_ledger(content: ledger.Ledger) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.formatting import format_size
 from kvbench.plan.keys import choice, parse_pairs, whole
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise KvbenchError(f"output={output} could not be written ({error.strerror})") from None
-    print(f"{output} ({len(text.encode()) / 2**20:.1f} MiB)")
+    print(f"{output} ({format_size(len(text.encode()))})")
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import format_line, parse_finite_json, write_json
+from kvbench.base.formatting import format_number, format_significant
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.report.table import Table
@@ -203,9 +204,9 @@ def build_table(distances: Sequence[ImportedDistance]) -> Table:
     heads = ("row", "program", "KL, nats a token", "99.9 %", "same first choice, %", "perplexity", "of the reference's")
     rows = []
     for distance in distances:
-        kl = f"{distance.kl_mean:.3g}"
+        kl = format_significant(distance.kl_mean)
         if distance.error is not None:
-            kl += f" ± {distance.error:.2g}"
+            kl += f" ± {format_significant(distance.error, 2)}"
         highest = None
         if distance.percentiles is not None:
             highest = distance.percentiles.get("99.9%")
@@ -214,20 +215,13 @@ def build_table(distances: Sequence[ImportedDistance]) -> Table:
                 distance.label,
                 distance.program,
                 kl,
-                _write_number(highest, ".3g"),
-                _write_number(distance.top1, ".2f"),
-                _write_number(distance.ppl, ".4f"),
-                _write_number(distance.ppl_ratio, ".4f"),
+                format_significant(highest),
+                format_number(distance.top1, 2),
+                format_number(distance.ppl, 4),
+                format_number(distance.ppl_ratio, 4),
             )
         )
     return Table(heads, tuple(rows), left=2)
-
-
-def _write_number(value: float | None, form: str) -> str:
-    """Return a number in a format such as ``.2f``; a dash for None."""
-    if value is None:
-        return "—"
-    return format(value, form)
 
 
 NOTE = (

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from kvbench.base.formatting import DASH, format_number, format_percent, with_interval
 from kvbench.base.visible import one_line
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
@@ -226,15 +227,12 @@ def _build_score_table(records: Sequence[TaskRecord], times: bool) -> Table:
         headers.append("s")
     rows = []
     for label, record in zip(_label_records(records), records, strict=True):
-        interval = "—"
-        if record["ci"]:
-            low, high = record["ci"]
-            interval = f"[{low:.2f}, {high:.2f}]"
+        score, _, interval = with_interval(record["score"], record["ci"], 2).partition("\n")
         texts = [
             label,
             record["metric"],
-            _write_score(record["score"]),
-            interval,
+            score,
+            interval or DASH,
             str(record["n"]),
             str(record["unscored"]),
         ]
@@ -242,11 +240,11 @@ def _build_score_table(records: Sequence[TaskRecord], times: bool) -> Table:
         for name in ranges:
             texts.append(_write_score(buckets[name]["score"]) if name in buckets else "—")
         if times:
-            texts.append(f"{record['seconds']:.2f}")
+            texts.append(format_number(record["seconds"], 2))
         rows.append(tuple(texts))
     mean = compute_english_mean(records)
     if mean is not None:
-        texts = ["mean of the 16", "", f"{mean:.2f}"]
+        texts = ["mean of the 16", "", _write_score(mean)]
         # the other columns stay empty
         texts += [""] * (len(headers) - len(texts))
         rows.append(tuple(texts))
@@ -269,7 +267,7 @@ def _build_published_table(records: Sequence[TaskRecord], verdicts: Verdicts, me
     # papers end a row with the mean of its 16 tasks: print it beside ours if we have all of them
     mean = compute_english_mean(records)
     if mean is not None:
-        texts = ["mean of the 16", f"{mean:.2f}"]
+        texts = ["mean of the 16", _write_score(mean)]
         texts += [_write_mean(means[place]) for place in verdicts]
         rows.append(tuple(texts))
     return Table(tuple(headers), tuple(rows))
@@ -286,7 +284,7 @@ def write_notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
     incomplete = []
     for record in records:
         if "cut_thoughts" in record:
-            share = f"{100 * record['cut_thoughts']:.1f} %"
+            share = format_percent(100 * record["cut_thoughts"])
             lines.append(f"{record['dataset']}: {share} of the answers end inside their thought, and score as empty.")
         # LongBench-E's sizes, and those of other benchmarks, are not known here
         if record["split"] == "standard":
@@ -333,7 +331,7 @@ def _write_mean(mean: PublishedMean) -> str:
         return _write_score(stated)
     if stated is not None and abs(stated - of_cells) <= ROUNDING:
         return _write_score(stated)
-    return f"{_write_score(stated)}, cells {of_cells:.2f}"
+    return f"{_write_score(stated)}, cells {_write_score(of_cells)}"
 
 
 def _label_records(records: Sequence[TaskRecord]) -> list[str]:
@@ -354,7 +352,5 @@ def _label_records(records: Sequence[TaskRecord]) -> list[str]:
 
 
 def _write_score(value: float | None) -> str:
-    """Return a score as text; a dash for None."""
-    if value is None:
-        return "—"
-    return f"{value:.2f}"
+    """Return a score with the decimals of published ones; a dash for None."""
+    return format_number(value, 2)

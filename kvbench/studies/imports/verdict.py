@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import unknown
+from kvbench.base.formatting import format_number
 from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.studies.imports.scoring import Scored
@@ -246,7 +247,7 @@ def _read_policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]
 
 def write_verdict(judgement: Judgement) -> str:
     """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
-    value = f"{judgement['value']:.2f}" if judgement["value"] is not None else "—"
+    value = format_number(judgement["value"], 2)
     certainty_mark = MARKS.get(judgement["certainty"], "")
     verdict = judgement["verdict"] or "no interval"
     if judgement["indicative"]:

@@ -284,7 +284,7 @@ def test_what_scores_say():
     text = RESULTS["vatp/fig3"].finding(rows.assign(n=8, **gains))
     assert text == (
         "Full cache: a 50.0. Scores: h2o 30.0 at 20 %; h2o+vatp 31.5 at 20 %. "
-        "Points that vatp adds: h2o +1.5 [-2.0, 5.0] at 20 %. Intervals that exclude 0: 0 of 1. Examples: n = 8."
+        "Points that vatp adds: h2o +1.5 [−2.0, 5.0] at 20 %. Intervals that exclude 0: 0 of 1. Examples: n = 8."
     )
     assert "h2o +1.5 at 20 %. Examples: n = 4." in RESULTS["vatp/fig3"].finding(rows.assign(n=4, **gains | few))
     text = told("results/pareto", [full, base, ("think", 0, "a", 48.5, 100, 80, 97), ("kivi", 0, "a", 20, 100, 40, 40)])

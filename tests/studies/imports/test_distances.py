@@ -70,7 +70,7 @@ def test_they_are_shown_and_stored_as_imported(folder, tmp_path, capsys):
     results = tmp_path / "results"
     assert main(["score", str(folder / "q4.log"), "--store", "model=mine", f"results={results}"]) == 0
     out = capsys.readouterr().out
-    assert "0.04 ± 0.002" in out and "Imported: the numbers are the programs' own" in out
+    assert "0.0400 ± 0.0020" in out and "Imported: the numbers are the programs' own" in out
     assert main(["list", "runs", f"results={results}", "--json"]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["runs"]
     assert cell["label"] == "llama-perplexity q4_0" and cell["imported"]
