@@ -241,3 +241,22 @@ def test_a_full_cache_that_answers_beside_a_method_draws_no_random_numbers_of_ot
     forget(monkeypatch)
     (compared, _), _ = sampled(**IDLE), monkeypatch.setattr("kvbench.lm_eval.UNCHANGED", 2)  # no verdict is open
     assert compared == sampled(**IDLE)[0] != plain
+
+
+def test_thoughts_are_taken_off_before_lm_evals_metrics_and_the_cut_ones_are_told(tasks, monkeypatch, capsys):
+    decode = HFLM.tok_decode
+    for thought, share in (("", 0), ("<think>the horse?</think>\n", 0), ("<think>the horse?", 1)):
+
+        def think(self, tokens, skip_special_tokens=True, thought=thought):
+            text = decode(self, tokens, skip_special_tokens)
+            return thought + text if skip_special_tokens else text
+
+        monkeypatch.setattr(HFLM, "tok_decode", think)
+        lm = KvbenchLM("tiny", "full")
+        report = evaluated(lm, tasks, "animals_generate")
+        answers = [sample["resps"] for sample in report["samples"]["animals_generate"]]
+        if not thought:
+            plain = answers
+        assert answers == ([[[""]]] * len(CITIES) if share else plain)
+        assert report["config"]["kvbench"]["tasks"]["animals_generate"].get("cut_thoughts", 0) == share
+    assert "animals_generate: 100.0% of the answers end inside their thought, and are empty" in capsys.readouterr().err
