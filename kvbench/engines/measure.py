@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from kvbench.base.errors import KvbenchError
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
 from kvbench.base.version import version
@@ -82,9 +83,18 @@ def _measure_cell(
         examples_asked: dict[Future[Reply], Example] = {}
         for prompt, example in zip(prompts, examples, strict=True):
             examples_asked[pool.submit(_ask, engine, prompt)] = example
+        failures = []
         for example, reply in _collect_replies(examples_asked):
-            writer.append(_build_line(group, example, reply))
+            try:
+                line = _build_line(group, example, reply)
+            except KvbenchError as error:
+                # a metric of one's own failed on this answer
+                failures.append(error)
+                continue
+            writer.append(line)
             tick(row.label, 1)
+    if failures:
+        raise EngineError(f"{failures[0]} ({len(failures)} of {len(examples)} answers)", ends_run=False)
 
 
 def _ask(engine: Engine, prompt: AskedPrompt) -> Reply:

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvbench.audit.accounting import bytes_declared
 from kvbench.base.conf import entries
+from kvbench.base.errors import KvbenchError
+from kvbench.base.example import Example
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
@@ -169,12 +171,20 @@ def chance(task: Task) -> float:
     for example in task.examples:
         # the questions of a context have references of their own
         questions = [example.asked(i) for i in range(len(example.turns))] or [example]
-        # a metric may give an empty answer no score
-        level = fmean(task.score("", question) or 0.0 for question in questions)
+        level = fmean(_score_nothing(task, question) for question in questions)
         if example.classes:
             level = max(level, 1 / len(example.classes))
         levels.append(level)
     return fmean(levels)
+
+
+def _score_nothing(task: Task, question: Example) -> float:
+    """Return the score of an empty answer, which is 0 if the metric gives it none."""
+    try:
+        return task.score("", question) or 0.0
+    except KvbenchError:
+        # a metric of one's own may fail on an empty answer, and its answers are not empty
+        return 0.0
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvbench.plan.words import split_list
 from kvbench.report.report import Report
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
+from kvbench.tasks.metrics.own import hand_over
 from kvbench.tasks.prompt import tokenize_text
 from kvbench.tasks.rows import has_half_pair
 
@@ -57,16 +59,17 @@ def compare(
 ) -> Report:
     """Measure ``methods`` and the full cache on the same prompts and return the report that `kvbench run` prints.
 
-    ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), a list of rows, or a
-    datasets.Dataset of rows. A row is a mapping with ``answers`` (a text or a list) and ``prompt``. In place of
-    ``prompt`` it may have ``context`` and ``question``. For several questions it has ``context`` and ``questions``, a
-    list of mappings with ``question`` and ``answers``. A row may also be a plain text. Its reference is then the full
-    cache's own answer.
+    ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), a list of rows, or a table of
+    rows, such as a datasets.Dataset or a DataFrame. A row is a mapping with ``answers`` (a text or a list) and
+    ``prompt``. In place of ``prompt`` it may have ``context`` and ``question``. For several questions it has
+    ``context`` and ``questions``, a list of mappings with ``question`` and ``answers``. A row may also be a plain text.
+    Its reference is then the full cache's own answer.
 
     An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with options of its own
     (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain, which you build from your own classes. ``settings`` are the
     options of `run`: ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``,
     ``max_new_tokens=64``, ``prompt="chat"``. If ``data`` are rows, ``metric="rouge_l"`` chooses their score.
+    A metric may also be a function of (prediction, reference) that returns a number from 0 to 1.
 
     Answers are stored below ``results``, as `run` stores them. If you repeat the call, only missing answers are
     measured. Raises UsageError if a setting is not possible. The error names its key and value.
@@ -78,6 +81,8 @@ def compare(
     check_is_model(model)
     check_tokenizer(tokenizer)
     folder = Path(results).expanduser()
+    if callable(settings.get("metric")):
+        settings["metric"] = hand_over(settings["metric"])
     # an empty text names no dataset, and is refused as rows
     if isinstance(data, str) and data:
         dataset = data
@@ -159,9 +164,7 @@ def _read_rows(
     stop_texts: Any = words.request(stop_settings).values.get("model.stop", ())
     texts = StopTexts(ModelConfig(name="", path="", stop=stop_texts).stop, tokenizer)
     ending = Ending(max_new_tokens, stop=_find_end_ids(model), texts=texts)
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise UsageError(f"data is {type(data).__name__}: give the name of a dataset, or a list of rows")
-    for number, row in enumerate(data):
+    for number, row in enumerate(_list_rows(data)):
         if isinstance(row, str):
             try:
                 reference = _answer_in_full(model, tokenizer, row, ending)
@@ -170,14 +173,37 @@ def _read_rows(
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
         elif isinstance(row, Mapping) and any(row.keys() >= set(keys) for keys in ROWS):
-            # a row's own id takes precedence over its number
-            yield {"id": str(number)} | dict(row)
+            # a row's own id takes precedence over its number. Tables fill what a row lacks with None or NaN
+            yield {"id": str(number)} | {key: value for key, value in row.items() if not _is_missing(value)}
         else:
             content = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
             raise UsageError(
                 f"row {number} of data has {content}: a row is a text, or a mapping with answers and a prompt, with "
                 "answers, a context and a question, or with a context and questions"
             )
+
+
+def _list_rows(data: Any) -> Iterable[Any]:
+    """Return the rows of ``data``. Raises UsageError for data that have no rows, or no order of them."""
+    # a DataFrame yields the names of its columns, and none of these packages is imported for this
+    if hasattr(data, "columns") and hasattr(data, "to_dict"):
+        if hasattr(data, "to_dicts"):
+            return data.to_dicts()  # polars
+        return data.to_dict("records")  # pandas
+    if hasattr(data, "to_pylist"):
+        return data.to_pylist()  # pyarrow
+    if isinstance(data, (set, frozenset)):
+        raise UsageError(f"data is a {type(data).__name__}, which has no order: give a list of rows")
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+        raise UsageError(
+            f"data is {type(data).__name__}: give the name of a dataset, a list of rows (one row: [row]) or a DataFrame"
+        )
+    return data
+
+
+def _is_missing(value: object) -> bool:
+    """Return True for None and NaN."""
+    return value is None or (isinstance(value, float) and isnan(value))
 
 
 def _find_end_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -200,11 +226,18 @@ def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, ending: E
     return str(tokenizer.decode(kept, skip_special_tokens=True)) + rest
 
 
+def _make_list(value: Any) -> Any:
+    """Return an array, in which some tables hold a list of answers, as a list. Raises TypeError for other values."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} {value!r} is no text")
+    return value.tolist()
+
+
 def _store_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to rows.jsonl in a folder named by their digest. `run dataset=file` reads it."""
     try:
-        # json raises TypeError for values that JSON cannot express, such as arrays and dates
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        # json raises TypeError for values that JSON cannot express, such as dates
+        lines = [json.dumps(row, ensure_ascii=False, default=_make_list) for row in rows]
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None
     for number, line in enumerate(lines):

@@ -50,7 +50,7 @@ def load(
     object with a question and its references. Raises UsageError naming file, line and reason for any other content.
 
     path: the file.
-    metric: the name of the metric.
+    metric: the name of the metric, or FILE.py:NAME.
     max_new_tokens: the most tokens of an answer, for lines without a limit of their own.
     questions: the most questions of a context; its first ones are taken. None takes all.
     names: the keys of a line's parts, such as ``prompt_key``, one for each field of ``LineKeys``.
@@ -60,7 +60,7 @@ def load(
     dataset = context.dataset
     if not path:
         raise UsageError(f"dataset {dataset} reads prompts from a file: give path=FILE.jsonl")
-    scorer = metrics.metric(metric)
+    scorer = metrics.choose(metric)
     # lines without a limit of their own get this one, so check it before they are read
     if not is_count(max_new_tokens):
         raise UsageError(f"dataset.{dataset}.max_new_tokens={max_new_tokens!r} is not possible: a whole number from 1")
@@ -82,7 +82,7 @@ def load(
             raise row.wrong(f"all lines have {keys.questions!r}, or none has: put the others into a file of their own")
     if not examples:
         raise UsageError(f"{file} is empty: it must hold a JSON object a line")
-    task = Task(f"{dataset}/{file.stem}", tuple(examples.values()), metric, source=file.name)
+    task = Task(f"{dataset}/{file.stem}", tuple(examples.values()), scorer.name, source=file.name)
     return limit_questions(dataset, [task], questions)
 
 

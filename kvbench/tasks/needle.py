@@ -429,7 +429,7 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
         phrasing = Phrasing(pair=_hide_always(pair), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
-    name = metrics.metric(knobs.metric or phrasing.metric).name  # an unknown metric raises UsageError
+    name = metrics.choose(knobs.metric or phrasing.metric).name  # an unknown metric raises UsageError
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # published needle scores compare the answer with the whole needle sentence
         phrasing = replace(phrasing, pair=_hide_always(CLASSIC_SENTENCE))

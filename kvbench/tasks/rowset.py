@@ -168,6 +168,8 @@ def _choose_metric(dataset: str, form: RowFormat, metric: str | None) -> metrics
         metrics.metric(name)  # this raises UsageError for an unknown metric
     if metric is None:
         scorer = metrics.metric(allowed[0])
+    elif metrics.own.is_own(metric):
+        scorer = metrics.choose(metric)
     else:
         scorer = metrics.metric(check_word(dataset, "metric", metric, allowed))
     if scorer.needs_classes and not form.classes:

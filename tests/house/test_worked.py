@@ -16,6 +16,7 @@ from support import processes, worked
 from support.families import build
 
 import kvbench
+from kvbench.base.example import Example
 from kvbench.cli.main import main
 from kvbench.methods.core import registry
 from kvbench.papers.figures import measured
@@ -103,6 +104,23 @@ def test_a_metric_is_a_function_and_a_line(monkeypatch):
     assert metrics.metric("first_word").name == "first_word"
     assert example["first_word"]("Paris, of course", "Paris, France") == 1
     assert example["first_word"]("", "Paris") == 0
+
+
+def test_a_metric_of_ones_own_is_a_file(tmp_path, monkeypatch, capsys):
+    page = (worked.PAGE.parent / "docs" / "own.md").read_text("utf-8")
+    (code,) = re.findall(r"^`my_methods/scores.py`\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (words,) = re.findall(r"^KVBENCH_METHODS=my_methods kvbench (run .*metric=.*)$", page, re.MULTILINE)
+    monkeypatch.setenv("KVBENCH_METHODS", str(tmp_path / "my_methods"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_methods").mkdir()
+    (tmp_path / "my_methods" / "scores.py").write_text(code)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the number is 471.", "answers": ["471"]}))
+    assert main([*words.split(), "max_new_tokens=2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [column["metric"] for column in report["columns"]] == ["scores.py:close_number"]
+    example = Example(id="", prompt="", answers=("100",), max_new_tokens=1)
+    scores = [metrics.score("scores.py:close_number", text, example) for text in ("about 104.5", "94", "many")]
+    assert scores == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.e2e("measures and draws figures")

@@ -49,3 +49,34 @@ def test_rows_with_context_and_question_are_compared_and_drawn(tmp_path):
     explained = " ".join(legend.get_title().get_text().split())
     assert "kv_ratio: the share of a prompt's tokens that is kept" in explained
     assert "ratio: the share of the channels, or of the rank, that is removed" in explained
+
+
+def test_a_dataframe_and_other_tables_are_the_rows_they_hold(tmp_path):
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    model, tokenizer = kvbench.load_model("tiny")
+    rows = [{"prompt": CONTEXT + QUESTION, "answers": ["471", "paris"]}, {"prompt": "one two", "answers": ["three"]}]
+    settings = {"max_new_tokens": 2, "progress": False, "results": tmp_path}
+    want = kvbench.compare(model, tokenizer, rows, ["snapkv"], **settings)
+
+    class PolarsFrame:
+        """The parts of polars' DataFrame that tell it from pandas'."""
+
+        columns = ["prompt", "answers"]
+        to_dict = dict
+
+        def __iter__(self):
+            return iter(self.columns)
+
+        def to_dicts(self):
+            return rows
+
+    table = datasets.Dataset.from_list(rows)
+    # arrays stand in place of lists here
+    frame = table.to_pandas()
+    # a table fills what a row lacks
+    mixed = pandas.DataFrame([rows[0] | {"max_new_tokens": None}, rows[1] | {"max_new_tokens": float("nan")}])
+    for data in (table, frame, mixed, table.data.table, PolarsFrame(), iter(rows), tuple(rows)):
+        report = kvbench.compare(model, tokenizer, data, ["snapkv"], **settings)
+        assert [row.cells[0].cell for row in report.rows] == [row.cells[0].cell for row in want.rows]
+    with pytest.raises(UsageError, match="row 0 of data has text: a row is"):
+        kvbench.compare(model, tokenizer, pandas.DataFrame({"text": ["a"]}), **settings)

@@ -12,7 +12,7 @@ from kvbench.base.example import Example
 from kvbench.report.export_kvpress import RULER
 from kvbench.studies.imports.base import ImportedAnswer, Predictions
 from kvbench.tasks import longbench
-from kvbench.tasks.metrics import METRICS, check_installed, metric, score, stats
+from kvbench.tasks.metrics import METRICS, check_installed, choose, metric, score, stats
 from kvbench.tasks.metrics.stats import FEWEST
 
 Score = float | None
@@ -74,8 +74,9 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     if name is None:
         raise UsageError(
             f"{predictions.path}: dataset {dataset!r} has no metric: it is none of LongBench's "
-            f"({', '.join(longbench.TASKS)}); give metric=NAME for it ({', '.join(METRICS)})"
+            f"({', '.join(longbench.TASKS)}); give metric=NAME for it, or metric=FILE.py:NAME ({', '.join(METRICS)})"
         )
+    name = choose(name).name
     check_installed(name)
     return name
 

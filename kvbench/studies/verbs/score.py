@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
 from kvbench.plan.keys import Key, check_choice, parse_pairs, values
 from kvbench.run.console import add_format_option
@@ -97,7 +97,13 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--store needs model=NAME method=NAME: the model and method that made these answers")
     files, errors = _read_predictions(imports.find_files(Path(args.path)), options)
     read_at = time.perf_counter()
-    scored = [scoring.score_file(predictions, name) for predictions, name in files]
+    scored = []
+    for predictions, name in files:
+        try:
+            scored.append(scoring.score_file(predictions, name))
+        except KvbenchError as error:
+            # a metric of one's own failed
+            errors.append({"file": str(predictions.path), "error": f"{predictions.path}: {error}"})
     scored_at = time.perf_counter()
     timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     verdicts = verdict.judge_published(source, scored, options.code_sim)
@@ -141,7 +147,7 @@ def _check_metrics(options: ScoreOptions) -> None:
     # lcc is a task that code_sim= is for
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
-        metrics.metric(options.metric)
+        metrics.choose(options.metric)
 
 
 def _store_scores(

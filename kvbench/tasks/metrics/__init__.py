@@ -20,6 +20,7 @@ from kvbench.tasks.metrics import (
     code,
     kvpress_match,
     math_equal,
+    own,
     rouge,
     ruler,
     squad,
@@ -56,6 +57,7 @@ class Metric:
     fault: the fault of the published rule, which is kept, in words; '' for none.
     mended: the metric without that fault; '' for none.
     blank: True if an empty reference means that the right answer is empty. Other metrics need some text.
+    digest: the hash of the source of a metric of one's own; '' for kvbench's.
     lengths: True if answers are worked solutions, so that their mean length is shown beside their score.
     """
 
@@ -73,6 +75,7 @@ class Metric:
     fault: str = ""
     mended: str = ""
     blank: bool = False
+    digest: str = ""
     lengths: bool = False
 
     def identity(self) -> dict[str, object]:
@@ -81,6 +84,8 @@ class Metric:
         # only some metrics have this key, so that the cells of all others keep their ids
         if self.decided_by:
             facts[self.decided_by] = version(self.decided_by)
+        if self.digest:
+            facts["source"] = self.digest
         return facts
 
     def show(self, mean: float) -> float:
@@ -90,10 +95,27 @@ class Metric:
         return self.scale * mean
 
 
+def choose(written: str) -> Metric:
+    """Return the metric that a user named: one of METRICS, or ``FILE.py:NAME``, a function of their own.
+
+    Raises UsageError as ``metric`` and ``own.load`` do.
+    """
+    return metric(own.load(written) if own.is_own(written) else written)
+
+
 def metric(name: str) -> Metric:
-    """Return the metric of that name. Raises UsageError with the nearest names if there is none."""
+    """Return the metric of that name. Raises UsageError with the nearest names if there is none.
+
+    A metric of one's own that this process has not read, such as that of a stored result, only shows means.
+    """
+    if own.is_own(name):
+        read = own.LOADED.get(name)
+        if read is None:
+            return Metric(name, "a metric of one's own", name, _score_nothing)
+        return Metric(name, read.description, name, read.score, digest=read.digest, blank=True)
     if name not in METRICS:
-        raise unknown("metric", name, METRICS, listed_by="kvbench list metrics")
+        hint = "A function of your own: metric=FILE.py:NAME."
+        raise unknown("metric", name, METRICS, hint, listed_by="kvbench list metrics")
     return METRICS[name]
 
 
@@ -175,7 +197,7 @@ def _score_classification(
 
 
 def _score_nothing(prediction: str, reference: str, example: Example) -> None:
-    """Return None: a likelihood is measured while the text is read, not from an answer."""
+    """Return None: a likelihood is measured while the text is read, and a stored score was given when it was."""
 
 
 # lists show metrics in this order. A description says what an answer must share with its reference, and ``source``
