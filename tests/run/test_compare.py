@@ -61,7 +61,7 @@ def test_a_dataframe_and_other_tables_are_the_rows_they_hold(tmp_path):
     class PolarsFrame:
         """The parts of polars' DataFrame that tell it from pandas'."""
 
-        columns = ["prompt", "answers"]
+        columns = ("prompt", "answers")
         to_dict = dict
 
         def __iter__(self):
