@@ -44,13 +44,14 @@ HEAD: Mapping[str, Any] = {
     "results": dict,
     **dict.fromkeys(("commit", "torch", "transformers"), list),
 }
-"""The keys of every row, with the types of their values."""
+"""The keys of the full cache's row, with the types of their values."""
 SCORED: Mapping[str, Any] = {
+    **HEAD,
     **{"label": str, "worst": str, "budget": int, "parts": dict, "nothing_compressed": bool},
     **dict.fromkeys(("bytes", "unchanged"), (int, float)),
     **dict.fromkeys(("mean", "ci", "pages", "rank"), object),
 }
-"""The further keys of a scored row, with the types of their values; ``object`` where None is one, too."""
+"""The keys of a scored row, with the types of their values; ``object`` where None is one, too."""
 DIGITS = 6
 """The decimal places of numbers in a row. Further places would differ between machines by rounding."""
 
@@ -215,7 +216,7 @@ def read_rows(folder: Path) -> list[Line]:
 
 def _check_line(row: Line) -> None:
     """Raise ValueError, TypeError, KeyError or AttributeError unless a line has the keys and ids of a suite's row."""
-    kinds = HEAD if row["role"] == FULL_ROLE else HEAD | SCORED
+    kinds = HEAD if row["role"] == FULL_ROLE else SCORED
     if set(row) != set(kinds):
         raise ValueError(f"its keys differ from a row's in {', '.join(sorted(set(row) ^ set(kinds)))}")
     for key, kind in kinds.items():

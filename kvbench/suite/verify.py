@@ -40,7 +40,7 @@ from kvbench.suite.scores import (
     score_rows,
 )
 from kvbench.suite.verify_controls import compare_controls
-from kvbench.suite.verify_samples import Expected, expect, list_problems
+from kvbench.suite.verify_samples import ExpectedSample, expect, list_problems
 
 TOLERANCE = 1e-6
 """The largest difference between a stored number and the recomputed one that rounding to a row's digits can make.
@@ -421,7 +421,7 @@ def _check_samples(
     measures = {part.name: part.measure for part in suite.parts}
     for row, parts, chains_of_row in zip(rows, samples, chains, strict=True):
         # a method has one chain in all parts but those with long answers
-        known: dict[tuple[Chain | None, int], Expected] = {}
+        known: dict[tuple[Chain | None, int], ExpectedSample] = {}
         for part, columns in parts.items():
             chain = chains_of_row.get(part)
             for column, of_column in columns.items():

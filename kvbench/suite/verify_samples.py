@@ -25,7 +25,7 @@ Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedSample:
     """What a sample of a prompt of one length holds under one method.
 
     ranges: the range of each field that is a number, by its name. Both ends are equal if the method alone decides.
@@ -36,7 +36,7 @@ class Expected:
     compacted: tuple[float, float] | None
 
 
-def expect(chain: Chain | None, shape: Shape, n: int) -> Expected:
+def expect(chain: Chain | None, shape: Shape, n: int) -> ExpectedSample:
     """Return what a sample of a prompt of n tokens holds.
 
     chain: the method; None if it is not on this machine.
@@ -47,19 +47,19 @@ def expect(chain: Chain | None, shape: Shape, n: int) -> Expected:
     declared = bytes_declared(chain, shape, n, HALF) if chain is not None else None
     counts = layer_counts(chain, shape, n) if chain is not None else None
     if chain is None or declared is None or counts is None:
-        return Expected(ranges | {"kept": (0, n), "payload16": (0, full16.payload)}, None)
+        return ExpectedSample(ranges | {"kept": (0, n), "payload16": (0, full16.payload)}, None)
     ranges |= {"kept": (declared.tokens, declared.tokens)}
     if not declared.even:
         ranges |= {"payload16": (declared.payload, declared.payload), "overhead16": (declared.overhead,) * 2}
-        return Expected(ranges, _compact(chain, shape, n))
+        return ExpectedSample(ranges, _compact(chain, shape, n))
     # The data spread the tokens over heads or layers. That changes the payload only if tokens differ in their bytes.
     token, whole = (payload_bytes([chain.layout(size, shape.head_dim, HALF)]) for size in (1, n))
     if whole != n * token:
-        return Expected(ranges | {"payload16": (0, full16.payload)}, None)
+        return ExpectedSample(ranges | {"payload16": (0, full16.payload)}, None)
     # Each layer has at least one row of positions. The formula counts one for each head.
     least = POSITION_BYTES * declared.tokens * shape.layers
     ranges |= {"payload16": (declared.payload, declared.payload), "overhead16": (least, declared.overhead)}
-    return Expected(ranges, None)
+    return ExpectedSample(ranges, None)
 
 
 def _compact(chain: Chain, shape: Shape, n: int) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def list_problems(
     *,
     locked: LockedColumn,
     measure: str,
-    expected: Mapping[int, Expected],
+    expected: Mapping[int, ExpectedSample],
 ) -> Iterator[str]:
     """Yield a sentence for each sample that cannot have been measured so.
 
@@ -104,7 +104,7 @@ def list_problems(
             yield f"the sample of {name} is damaged: {error}"
 
 
-def _check_sample(sample: Sample, expected: Expected, most: int, measure: str) -> Iterator[str]:
+def _check_sample(sample: Sample, expected: ExpectedSample, most: int, measure: str) -> Iterator[str]:
     """Yield a problem for each number of a sample that is outside its range, and for fields that no sample has.
 
     most: the most tokens of an answer, or the number of tokens of a scored text.

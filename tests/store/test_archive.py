@@ -41,8 +41,8 @@ def test_a_file_of_anything_else_is_named(line, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"score": 0.37', '"score": NaN', "the sample of e0 is damaged: NaN is no finite number"),
-        ('"score": 0.37', '"score": -1e999', "the sample of e0 is damaged: -1e999 is no finite number"),
+        ('"score": 0.37', '"score": NaN', "the sample of e1 is damaged: NaN is no finite number"),
+        ('"score": 0.37', '"score": -1e999', "the sample of e1 is damaged: -1e999 is no finite number"),
         ('"kept": ', '"keeps": ', "the sample of e0 is damaged: 'kept'"),
         ('"id": "e0"', '"id": 7', "is not a file of samples: 7 is no id"),
         ('"label": "', '"label": 7, "x": "', "is not a file of samples: label of it is damaged"),
