@@ -149,6 +149,8 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
     goal.page(table).write_text(rendered(seen, goal, SampleReader(ResultStore(Path(results)))), encoding="utf-8")
     if _counted(table):
         coverage.write_counts(goal.folder, coverage.count_cells(seen))
+    if goal.scored:
+        coverage.write_numbers(goal.folder, table.id, coverage.list_numbers(seen))
 
 
 def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
@@ -209,7 +211,10 @@ def same(table: TableSpec, goal: Target, inputs: Inputs) -> bool:
             absent = (w.name for w, why in ours.absent.items() if why not in page_text)
             verification.need_texts(absent, goal.model, inputs)
             return False
-        return not _counted(table) or coverage.read_counts(goal.folder).get(table.id) == coverage.count_cells(seen)
+        if _counted(table) and coverage.read_counts(goal.folder).get(table.id) != coverage.count_cells(seen):
+            return False
+        committed_numbers = [line for line in coverage.read_numbers(goal.folder) if line["table"] == table.id]
+        return not goal.scored or committed_numbers == coverage.list_numbers(seen)
 
 
 def verify(

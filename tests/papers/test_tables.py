@@ -139,13 +139,8 @@ def test_tiny_shows_its_own_tasks_each_once(store):
 def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
     ours = our_table.prepare(table("qhitter/3"), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.row.name for line in ours.lines] == ["full", "h2o+quant bits=4", "qhitter bits=4"]
-    assert coverage.count_cells(build_view(ours)) == {
-        "table": "qhitter/3",
-        "model": "tiny",
-        "measured": "0",
-        "refused": "0",
-        "missing": "6",
-    }
+    counted = coverage.count_cells(build_view(ours))
+    assert [counted[state] for state in coverage.STATES] == ["0", "0", "6"]
 
 
 def test_shares_are_paired_with_the_full_cache(store):

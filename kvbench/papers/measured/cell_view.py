@@ -41,6 +41,7 @@ class CellView:
     ours, published: the values in printed units, fractions in per cent. A share of a full cache that scores 0 is None.
     score: our score, also where ``ours`` is a share.
     scores: our score of each example that the full cache answered, too, on the scale from 0 to 1.
+    published_full: the full cache's printed value.
     less_is_better: whether the score is a perplexity, and ``scores`` log losses.
     relative, published_relative: per cent of each side's full cache, or of each side's base row in an efficiency table.
     ci, relative_ci: the 95 % intervals of ``ours`` and ``relative``. A timing's ``ci`` is its pair of quartiles.
@@ -89,6 +90,7 @@ class CellView:
     score: float | None = None
     scores: Mapping[str, float] = field(default_factory=dict, repr=False)
     less_is_better: bool = False
+    published_full: float | None = None
 
     @property
     def few(self) -> bool:
@@ -316,12 +318,14 @@ def _build_score_cell(
     budget = None
     if column.quantity == SCORE:
         budget = line.row.cells.get(Column(column.dataset, BUDGET).name)
+    printed_full = _find_printed_full(ours, line, column)
     # the printed side does not depend on measurements
     entry = CellView(
         status=result.status,
         reason=result.reason or "",
         published=printed.points,
-        published_relative=_compute_printed_share(printed, _find_printed_full(ours, line, column)),
+        published_relative=_compute_printed_share(printed, printed_full),
+        published_full=None if printed_full is None else printed_full.points,
         mark=MARKS.get(printed.certainty, ""),
         published_budget=None if budget is None else budget.value,
         budgeted=budget is not None,

@@ -1,15 +1,24 @@
-"""Counts of the measured cells of each paper's table. A small file beside the committed tables holds them."""
+"""What each paper's table has: its measured cells and their agreement with the paper, in a small file beside tables."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError
+from kvbench.papers.measured.agreement import (
+    REVERSED,
+    SEEN,
+    UNTOLD,
+    count_filled,
+    differences_of_rows,
+    mean_tau,
+    order_of_rows,
+)
 from kvbench.papers.spec.table_spec import MEANS
 from kvbench.report import writers
 
@@ -19,8 +28,15 @@ if TYPE_CHECKING:
 FILE = "counts.csv"
 """The name of the file in the folder of the tables."""
 STATES = ("measured", "refused", "missing")
-FIELDS = ("table", "model", *STATES)
-"""The columns of the file: a table, the model it shows, and its number of cells in each of STATES."""
+AGREEMENT = ("printed", "filled", "tau", "tau_low", "tau_high", "seen", "reversed", "untold")
+FIELDS = ("table", "model", *STATES, *AGREEMENT)
+"""The columns of the file: a table, the model it shows, its results in each of STATES, its printed cells, how many of
+them hold a number of ours, Kendall's tau between the two orders of rows with its interval, and how many of the paper's
+differences are seen here, reversed, or not told apart."""
+NUMBERS_FILE = "numbers.csv"
+"""The name of the file with the numbers of all filled cells, in the folder of a pretrained model's tables."""
+NUMBERS = ("table", "row", "column", "n", "ours", "full", "published", "published_full")
+"""Its columns: a cell, its examples, our score and that of the full cache, and what the paper prints for both."""
 _STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
 """One of STATES for each status of a cell."""
 
@@ -51,28 +67,80 @@ def count_cells(view: View) -> dict[str, str]:
     record = {"table": view.ours.declared.id, "model": view.ours.model}
     for state in STATES:
         record[state] = str(counts[state])
+    return record | _summarise_agreement(view)
+
+
+def _summarise_agreement(view: View) -> dict[str, str]:
+    """Return the texts of the fields of AGREEMENT; '' where a table has no such number."""
+    record = dict.fromkeys(AGREEMENT, "")
+    if view.ours.timings is not None:
+        return record
+    filled, printed = count_filled(view)
+    record |= {"filled": str(filled), "printed": str(printed)}
+    taus = list(order_of_rows(view).values())
+    if taus:
+        mean, interval = mean_tau(taus)
+        record["tau"] = f"{mean:.2f}"
+        if interval is not None:
+            record["tau_low"], record["tau_high"] = (f"{end:.2f}" for end in interval)
+    verdicts = Counter(verdict for _, _, verdict in differences_of_rows(view))
+    for name, verdict in (("seen", SEEN), ("reversed", REVERSED), ("untold", UNTOLD)):
+        record[name] = str(verdicts[verdict])
     return record
+
+
+def list_numbers(view: View) -> list[dict[str, str]]:
+    """Return a line of NUMBERS_FILE for each printed cell that holds a number of ours, without means and full rows."""
+    lines = []
+    for line, entries in view.rows:
+        if line.row.method == "full":
+            continue
+        for column, entry in zip(view.columns, entries, strict=True):
+            numbers = (entry.score, entry.full, entry.published, entry.published_full)
+            if column.dataset in MEANS or None in numbers:
+                continue
+            record = {"table": view.ours.declared.id, "row": line.row.name, "column": column.name, "n": str(entry.n)}
+            record |= {name: f"{number:.2f}" for name, number in zip(NUMBERS[4:], numbers, strict=True)}
+            lines.append(record)
+    return lines
 
 
 def read_counts(folder: Path) -> dict[str, Counts]:
     """Return the counts in ``folder`` by table; {} if it has no file. Raises KvbenchError if the file is damaged."""
-    path = folder / FILE
-    if not path.exists():
-        return {}
-    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    if tuple(reader.fieldnames or ()) != FIELDS:
-        raise KvbenchError(f"{path}: its columns must be {','.join(FIELDS)}; make tables writes it")
-    return {line["table"]: line for line in reader}
+    return {line["table"]: line for line in _read(folder / FILE, FIELDS)}
+
+
+def read_numbers(folder: Path) -> list[Counts]:
+    """Return the lines of NUMBERS_FILE in ``folder``; [] if it has no file. Raises KvbenchError if it is damaged."""
+    return _read(folder / NUMBERS_FILE, NUMBERS)
 
 
 def write_counts(folder: Path, line: Counts) -> None:
     """Write one table's line to the file of ``folder``, in place of the table's old line."""
-    # other tables of the folder keep their lines, so that a table can be written alone
-    line_by_table = read_counts(folder)
-    line_by_table[line["table"]] = line
-    folder.mkdir(parents=True, exist_ok=True)
-    in_order = [line_by_table[table] for table in sorted(line_by_table, key=_paper_and_number)]
-    (folder / FILE).write_text(writers.csv(FIELDS, in_order), encoding="utf-8")
+    _replace(folder / FILE, FIELDS, line["table"], [line])
+
+
+def write_numbers(folder: Path, table: str, lines: Sequence[Counts]) -> None:
+    """Write one table's lines to NUMBERS_FILE in ``folder``, in place of the table's old lines."""
+    _replace(folder / NUMBERS_FILE, NUMBERS, table, lines)
+
+
+def _read(path: Path, fields: Sequence[str]) -> list[Counts]:
+    """Return the lines of a file with these columns; [] if it does not exist."""
+    if not path.exists():
+        return []
+    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    if tuple(reader.fieldnames or ()) != tuple(fields):
+        raise KvbenchError(f"{path}: its columns must be {','.join(fields)}; make tables writes it")
+    return list(reader)
+
+
+def _replace(path: Path, fields: Sequence[str], table: str, lines: Sequence[Counts]) -> None:
+    """Write a table's lines in place of its old ones. Other tables keep theirs, so that one can be written alone."""
+    kept = [line for line in _read(path, fields) if line["table"] != table]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    in_order = sorted([*kept, *lines], key=lambda line: _paper_and_number(line["table"]))
+    path.write_text(writers.csv(fields, in_order), encoding="utf-8")
 
 
 def _paper_and_number(table: str) -> tuple[str, int]:
