@@ -164,7 +164,7 @@ def _introduced(text: str, name: str) -> str:
     if name == CLAIMS:
         return (
             "# Claims of the papers, tested\n\nEach row has a claim in the paper's own words, its test, and what two "
-            "models show. [How claims are tested](papers.md#what-the-papers-claim), and [all verdicts of a "
+            "models show. [How claims are tested](measured.md#what-the-papers-claim), and [all verdicts of a "
             f"paper](../docs/papers/index.md).\n\n{paper_pages.plain(text)}"
         )
     title, _, rest = text.partition("\n")

@@ -60,7 +60,7 @@ def _index(papers: Sequence[Paper]) -> str:
             f"the values of the paper's preset. The model is {MODEL}, a substitute for the papers' models. You can "
             "compare the order of methods with the paper's, but not the values.",
             writers.table(("paper", "source", "tables and figures", f"claims, tested on {MODEL}"), rows),
-            f"[How claims are tested]({RESULTS}/papers.md) · [all claims with their evidence]({RESULTS}/claims.md) · "
+            f"[How claims are tested]({RESULTS}/measured.md) · [all claims with their evidence]({RESULTS}/claims.md) · "
             f"[where the printed numbers contradict themselves]({RESULTS}/audit.md) · [how to reproduce a "
             "paper](../reproduce.md)",
         ]

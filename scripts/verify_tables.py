@@ -21,6 +21,7 @@ import paper_claims
 import paper_tables
 import rounding
 import shards
+import tables_page
 import tiny_table
 import verification
 from verification import Verification
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 PARTS = (
-    (tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_claims),
+    (tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_claims, tables_page),
     (paper_tables,),
 )
 """The scripts whose tables are verified, in two parts that take about equally long."""

@@ -64,7 +64,7 @@ def test_the_csv_alone_draws_the_committed_pictures(path, tmp_path):
 def rows():
     """(figure, cell on SmolLM2, cell on tiny) of every line of the tables of figures."""
     collected, figures = [], []
-    pages = [(RESULTS / page).read_text(encoding="utf-8") for page in ("figures.md", "papers.md")]
+    pages = [(RESULTS / page).read_text(encoding="utf-8") for page in ("figures.md", "measured.md")]
     for line in "\n".join(pages).splitlines():
         cells = [c.strip() for c in line.strip().strip("|").split(" | ")]
         if len(cells) == 4 and LINK.search(cells[0]):
