@@ -23,6 +23,9 @@ LITTLE_LEFT = 0.1
 SHORT_ANSWER = 16
 """Answers of fewer new tokens may end early: a chat model begins with words of the question."""
 
+LARGER = 5
+"""A combination is said to be larger than one of its methods if its cache is so many per cent larger."""
+
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
     """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
@@ -85,7 +88,7 @@ def about_larger_caches(chains: Sequence[ChainConfig], shape: Shape, n: int) -> 
             if alone is None:
                 continue
             percent = round(100 * (held / alone - 1))
-            if percent > 0:
+            if percent >= LARGER:
                 notes.append(
                     f"{entry.label}: its cache of {n} tokens is {percent} % larger than that of {stage.id} alone (by "
                     "formula, at 16 bits)."
