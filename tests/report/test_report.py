@@ -245,6 +245,20 @@ def test_perplexity_names_its_text_and_says_that_less_is_better(tmp_path, capsys
     assert "score" in capsys.readouterr().out.splitlines()[-1]  # a text that was read has no answer to show
 
 
+def test_an_interval_has_the_decimals_of_its_number(tmp_path, capsys):
+    arguments = ["dataset=tiny_stream", "limit=8", "method=full,streamingllm", f"results={tmp_path}"]
+    assert main(["run", *arguments, "kv_ratio=0.125", "--intervals"]) == 0
+    out = capsys.readouterr().out
+    assert " 12.5 % of tokens " in out
+    measured = [json.loads(path.read_text()) for path in tmp_path.glob("cells/*/metrics.json")]
+    assert len(measured) == 2
+    assert main(["list", "runs", f"results={tmp_path}"]) == 0
+    for table in (out, capsys.readouterr().out):
+        for summary in measured:
+            low, high = summary["ci"]
+            assert f" {summary['score']:.1f} " in table and f" [{low:.1f}, {high:.1f}]" in table
+
+
 def test_references_that_a_metric_cannot_read_are_counted(tmp_path, capsys):
     lines = ['{"prompt": "a b c", "answers": "7"}', '{"prompt": "a b d", "answers": "seven"}']
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
