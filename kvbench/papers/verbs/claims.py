@@ -93,7 +93,7 @@ def _measure(papers: Sequence[str], model: str, options: Mapping[str, str]) -> L
     """
     from kvbench.papers.claims import claim_runner, ledger
 
-    words = [f"{key}={value}" for key, value in ({"limit": "20"} | options).items()]
+    words = [f"{key}={value}" for key, value in {"limit": "20", **options}.items()]
     prepared = claim_runner.prepare(papers, model, words)
     claim_runner.measure(prepared)
     content = claim_runner.as_plain(prepared, model, claim_runner.reach_verdicts(prepared, model))

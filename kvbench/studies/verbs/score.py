@@ -133,8 +133,8 @@ def main(args: argparse.Namespace) -> int:
     # a program may read stdout, so times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
-    for error in errors:
-        say(error["error"])
+    for record in errors:
+        say(record["error"])
     if errors:
         return 1 if scored else 2
     return 0

@@ -47,7 +47,7 @@ class OwnMetric:
         if value is None:
             return None
         # numbers of numpy are registered as Real, and NaN is within no bounds
-        if not isinstance(value, Real) or not 0 <= value <= 1:
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise KvbenchError(f"metric={self.name} returned {value!r}: a score is a number from 0 to 1, or None")
         return float(value)
 
