@@ -20,7 +20,7 @@ from kvbench.engines.rows import EngineRow, EngineRun, check_tasks
 from kvbench.engines.server import Server
 from kvbench.models.fetch import SCHEME, gguf_file
 from kvbench.plan import config, run_plan
-from kvbench.plan.advice import about_prompts
+from kvbench.plan.advice import about_left_out, about_prompts
 from kvbench.plan.keys import Key, check_choice, choice, parse_pairs, values, whole
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
@@ -109,7 +109,8 @@ def main(args: argparse.Namespace) -> int:
     plan = run_plan.prepare(cfg)
     if not options.compares:
         check_tasks(plan)
-    for note in about_prompts(plan.cfg.prompt, [group.task for group in plan.groups], plan.tokenizer):
+    tasks = [group.task for group in plan.groups]
+    for note in about_left_out(tasks) + about_prompts(plan.cfg.prompt, tasks, plan.tokenizer):
         say(note)
     run = _plan_rows(plan, options)
     if args.plan:

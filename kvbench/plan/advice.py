@@ -68,6 +68,19 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
     return notes
 
 
+def about_left_out(tasks: Sequence[Task]) -> list[str]:
+    """Return a note for each task whose file has records that cannot be used, with their number and the first."""
+    notes = []
+    for task in tasks:
+        if task.left_out:
+            total = len(task.examples) + len(task.left_out)
+            notes.append(
+                f"{task.id}: {len(task.left_out)} of {total} lines are left out, since they cannot be used. The first: "
+                f"{task.left_out[0]}"
+            )
+    return notes
+
+
 def about_larger_caches(chains: Sequence[ChainConfig], shape: Shape, n: int) -> list[str]:
     """Return a note for each combination whose cache of n tokens is larger than that of one of its methods alone.
 

@@ -36,6 +36,8 @@ AFTER_PREFILL = "after_prefill"
 KL_MODES = (AFTER_PREFILL, THROUGH_CACHE)
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
+LEAST_MEMORY = 1e-6
+"""The smallest ``memory`` in GiB. No cache of a token fits into less."""
 LEAST_TEMPERATURE = 1e-4
 """The lowest ``temperature`` above 0. Logits divided by it stay far below float32's largest number."""
 
@@ -254,8 +256,8 @@ class RunConfig:
         check_piece_size(self.shared_prefix)
         threads_fit = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, threads_fit, f"auto, or 1 to {MAX_THREADS}")
-        memory_fits = self.memory is None or (_is_number(self.memory) and self.memory > 0)
-        check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, above 0")
+        memory_fits = self.memory is None or (_is_number(self.memory) and self.memory >= LEAST_MEMORY)
+        check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, 0.000001 (1 KiB) or more")
         shards_fit = is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS
         check("shards", self.shards, shards_fit, f"1 to {words.MAX_SHARDS}")
         shard_fits = is_whole(self.shard) and 0 <= self.shard < self.shards

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import default_rows
@@ -25,7 +25,7 @@ from kvbench.methods.core.shared_functions import Functions
 from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
 from kvbench.plan import equal_memory, foreign
-from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_larger_caches, about_prompts
+from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_larger_caches, about_left_out, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.estimate import Estimate, count_longest, estimate, keeps_everything
@@ -84,6 +84,7 @@ class RunPlan:
     matched: the chains whose kv_size was chosen for equal memory.
     model: a model that the user has loaded; None if the checkpoint's weights are loaded.
     unplanned: the reasons why foreign methods are left out, by label. Such a method fails when the run is planned.
+    refused: the reasons why methods cannot run on this model, by label. They are left out, too.
     """
 
     cfg: RunConfig
@@ -97,6 +98,7 @@ class RunPlan:
     matched: tuple[equal_memory.Matched, ...] = ()
     model: PreTrainedModel | None = None
     unplanned: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
@@ -116,6 +118,7 @@ class RunPlan:
             verb = "are" if len(calibration_keys) > 1 else "is"
             keys = " and ".join(calibration_keys)
             notes.append(f"{keys} {verb} not read: no method of this run is calibrated.")
+        notes += about_left_out(tasks)
         notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)
         notes += about_ignored(self.cfg, tasks)
         notes += self._note_unreached_budgets()
@@ -378,8 +381,8 @@ def plan_run(
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already.
 
-    No weights are read, and nothing is measured. Foreign methods that fail already now are left out with a message.
-    Raises KvbenchError if no method is left.
+    No weights are read, and nothing is measured. Foreign methods that fail already now, and methods that cannot run on
+    this model, are left out with a message. Raises KvbenchError if no method is left.
     """
     if cfg.data_root:
         # refuse a missing folder even if no dataset reads it
@@ -394,8 +397,13 @@ def plan_run(
     # methods are asked for needs and budgets in here, so code of foreign methods runs. They are not watched, since
     # reading the data may take long, too
     with contained(", ".join(foreign_names), foreign=bool(foreign_names), seed=0, watched=False):
+        check_pieces(cfg.shared_prefix, source.config)
+        refused = find_refusals(cfg, source)
+        # the full cache alone would answer nothing that was asked
+        if refused and len(refused) == sum(bool(entry.chain.stages) for entry in cfg.chains):
+            raise UsageError(next(iter(refused.values())))
+        cfg = _drop_methods(cfg, refused)
         cfg, matched = equal_memory.match_budgets(cfg, shape)
-        check_model(cfg, source)
         groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity, inputs)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
     cfg = _drop_methods(cfg, failed)
@@ -407,12 +415,15 @@ def plan_run(
         if not has_methods:
             raise KvbenchError(f"{label}: {why}")
         say(f"{label} is left out: {why}")
+    for label, why in refused.items():
+        say(f"{label} is left out: {why}")
     return RunPlan(
         cfg=cfg,
         source=source,
         tokenizer=tokenizer,
         groups=tuple(groups),
         unplanned=failed,
+        refused=refused,
         context=context,
         dtype=str(identity["dtype"]),
         store=store,
@@ -427,12 +438,16 @@ def _drop_methods(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig
     return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
 
 
-def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
-    """Raise UsageError if a method of the run cannot run on this model, or the model cannot read prompts in pieces."""
+def find_refusals(cfg: RunConfig, source: load.ModelSource) -> dict[str, str]:
+    """Return the reasons why methods of the run cannot run on this model, by label."""
     model = traits.of_config(source.config)
-    check_pieces(cfg.shared_prefix, source.config)
+    reasons = {}
     for entry in cfg.chains:
-        entry.chain.check_model(model)
+        try:
+            entry.chain.check_model(model)
+        except UsageError as error:
+            reasons[entry.label] = str(error)
+    return reasons
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, object]:

@@ -82,10 +82,11 @@ def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMM
 def _build_unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     """Return a row for each method that could not be planned. All its cells state the reason."""
     rows = []
-    for label, reason in prepared.unplanned.items():
-        # an unplanned method has no cells and no ids, but its row is as wide as the others
-        cells = [CellResult(group.column, cell="", status="failed", reason=reason) for group in prepared.groups]
-        rows.append(ReportRow(label, evicts=False, cells=tuple(cells), means=None))
+    for status, reasons in (("failed", prepared.unplanned), ("refused", prepared.refused)):
+        for label, reason in reasons.items():
+            # an unplanned method has no cells and no ids, but its row is as wide as the others
+            cells = [CellResult(group.column, cell="", status=status, reason=reason) for group in prepared.groups]
+            rows.append(ReportRow(label, evicts=False, cells=tuple(cells), means=None))
     return tuple(rows)
 
 

@@ -18,7 +18,7 @@ from kvbench.engine.stopping import find_special_token
 from kvbench.models import load, traits
 from kvbench.plan.cells import Group, pair_by_question, rounds
 from kvbench.plan.config import RunConfig
-from kvbench.plan.run_plan import RunPlan, check_model, identify, open_session, threads
+from kvbench.plan.run_plan import RunPlan, find_refusals, identify, open_session, threads
 from kvbench.report.of_run import report_run
 from kvbench.report.report import Report
 from kvbench.report.summary import summarise
@@ -50,7 +50,8 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     """
     device = load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    check_model(cfg, source)
+    for reason in find_refusals(cfg, source).values():
+        raise UsageError(reason)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     context = traits.context_length(source.config, cfg.model.context)
     session = open_session(cfg, identify(cfg, source, device), tokenizer, context)

@@ -74,6 +74,7 @@ class Task:
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     samples: the number of answers drawn for each prompt. Their mean score is the example's.
     thought: the marks of thoughts in answers.
+    left_out: the reasons why records of the file are no examples, with file and place.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Task:
     beside: tuple[str, ...] = ()
     samples: int = 1
     thought: Thought = THOUGHT
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UsageError for a task without examples, or with two examples of one id."""

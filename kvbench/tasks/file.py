@@ -47,7 +47,8 @@ def load(
 
     A line holds a prompt, or a context and a question, and a reference or a list of references. It may have an id, a
     list of labels and its own limit of new tokens. A line may also hold a context and a list of questions, each an
-    object with a question and its references. Raises UsageError naming file, line and reason for any other content.
+    object with a question and its references. Other lines are left out, with file, line and reason in the task. Raises
+    UsageError with the first reason if no line is left.
 
     path: the file.
     metric: the name of the metric, or FILE.py:NAME.
@@ -68,21 +69,31 @@ def load(
     # both by id, so that a repeated id is reported at the line that repeats it
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
-    for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
-        # a line without an id is called by its place, such as line-3
-        name = row.name(keys.id, row.place.replace(" ", "-"))
-        if name in examples:
-            raise row.wrong(f"its id {name!r} is that of {places[name]}")
+    left_out: list[str] = []
+    hint = " (set prompt_key=, or context_key= and question_key=, and answers_key=)"
+    for row in read_lines(file, hint, left_out):
+        try:
+            # a line without an id is called by its place, such as line-3
+            name = row.name(keys.id, row.place.replace(" ", "-"))
+            if name in examples:
+                raise row.wrong(f"its id {name!r} is that of {places[name]}")
+            example = _read_example(row, name, keys, scorer, max_new_tokens)
+            # either all lines hold one prompt, or all hold a context with several questions; the first line decides
+            first_example = next(iter(examples.values()), example)
+            if bool(example.turns) != bool(first_example.turns):
+                raise row.wrong(
+                    f"all lines have {keys.questions!r}, or none has: put the others into a file of their own"
+                )
+        except UsageError as error:
+            left_out.append(str(error))
+            continue
         places[name] = row.place
-        example = _read_example(row, name, keys, scorer, max_new_tokens)
         examples[name] = example
-        # either all lines hold one prompt, or all hold a context with several questions; the first line decides
-        first_example = next(iter(examples.values()))
-        if bool(example.turns) != bool(first_example.turns):
-            raise row.wrong(f"all lines have {keys.questions!r}, or none has: put the others into a file of their own")
     if not examples:
-        raise UsageError(f"{file} is empty: it must hold a JSON object a line")
-    task = Task(f"{dataset}/{file.stem}", tuple(examples.values()), scorer.name, source=file.name)
+        raise UsageError(left_out[0] if left_out else f"{file} is empty: it must hold a JSON object a line")
+    task = Task(
+        f"{dataset}/{file.stem}", tuple(examples.values()), scorer.name, source=file.name, left_out=tuple(left_out)
+    )
     return limit_questions(dataset, [task], questions)
 
 

@@ -119,8 +119,10 @@ def read_rows(file: Path) -> Iterator[FileRow]:
         raise UsageError(f"{file} is empty: it must hold at least one record")
 
 
-def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
+def read_lines(file: Path, hint: str = "", damaged: list[str] | None = None) -> Iterator[FileRow]:
     """Yield the objects of a JSON Lines file, without blank lines. ``hint`` ends the message on a missing key.
+
+    The error of a line that holds no object is added to the list ``damaged``, or raised if there is no such list.
 
     Only line feeds end a line. Python would also break lines at other characters, but JSON may hold them.
     """
@@ -130,10 +132,17 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 place = f"line {number}"
-                text = _decode(file, place, raw, at_start=number == 1)
-                if text.strip():
+                try:
+                    text = _decode(file, place, raw, at_start=number == 1)
+                    if not text.strip():
+                        continue
                     values = _check_object(file, place, parse_json(file, place, text))
-                    yield FileRow(file, place, values, hint)
+                except UsageError as error:
+                    if damaged is None:
+                        raise
+                    damaged.append(str(error))
+                    continue
+                yield FileRow(file, place, values, hint)
     except OSError as error:
         raise _unreadable(file, error) from None
 

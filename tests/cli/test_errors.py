@@ -19,6 +19,7 @@ from kvbench.methods.core.source import read_fields
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
+    "run method=compress": "unknown method compress. All methods: `kvbench list methods`.",
     "run method=snapkv kv_sizes=64": "Did you mean kv_size? All options: `kvbench run --help keys`.",
     "run kvratio=0.25": "unknown option kvratio. Did you mean kv_ratio? All options: `kvbench run --help keys`.",
     # words of kvpress
@@ -228,7 +229,7 @@ BAD_VALUES = {
     "calibrate method=uncomp-group samples=0": "samples=0 is not possible: a whole number",
     "run limit=0": "limit=0 is not possible: a whole number, 1 or more",
     "run temperature=-1": "temperature=-1 is not possible: 0 (greedy)",
-    "run memory=0": "memory=0 is not possible",
+    "run memory=1e-9": "memory=1e-09 is not possible: auto, or GiB that caches may take, 0.000001 (1 KiB) or more",
     "run shared_prefix=3": "shared_prefix=3 is not possible: null, or tokens that are read at a time, 16 or more",
     "run dtype=float8": "unknown value float8 of model.dtype",
     "run query_aware=maybe": "query_aware='maybe' is not possible",

@@ -24,7 +24,7 @@ def own(tmp_path, monkeypatch):
     (published.parent / "paper.yaml").write_text(worked.block(f"{FOLDER}/paper.yaml"))
     (published / "table1.csv").write_text(worked.block(f"{FOLDER}/published/table1.csv"))
     monkeypatch.setenv("KVBENCH_PAPERS_DATA", str(tmp_path / "papers"))
-    caches = (published_cells.read_published, table_spec.load, load_table)
+    caches = (published_cells.read_published, catalogue.read_paper, table_spec.load, load_table)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path
@@ -54,6 +54,13 @@ def test_datasets_and_knobs_of_its_own_stand_in_the_folder_too(own, capsys):
     assert {c["column"] for c in result["cells"]} == {"needle", "code", "avg"}
     assert "kv_size=128;kernel=5" in {c.get("setting") for c in result["cells"]}
     assert any("code for stories" in note for note in result["notes"])
+
+
+def test_a_table_of_times_without_its_declaration_names_the_missing_file(own, capsys):
+    path = own / "papers" / "example" / "paper.yaml"
+    path.write_text(path.read_text().replace("kind: quality", "kind: efficiency"))
+    assert main(["table", "example/1", f"results={own}"]) == 2
+    assert "table example/1: example/bench1.yaml is missing" in capsys.readouterr().err
 
 
 def test_every_verb_of_papers_knows_it(own, capsys):

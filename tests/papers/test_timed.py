@@ -228,7 +228,7 @@ def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
 
 
 def test_a_table_that_is_not_declared():
-    with pytest.raises(UsageError, match="unknown efficiency table think/2"):
+    with pytest.raises(UsageError, match=r"think/bench2\.yaml is missing\. Beside paper\.yaml"):
         bench_spec.load("think", "2")
 
 

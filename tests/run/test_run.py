@@ -235,6 +235,36 @@ def test_a_context_that_leaves_next_to_nothing_of_a_prompt_is_refused_and_little
     assert main(["run", *short, "model.context=10"]) == 0
 
 
+def test_a_line_that_cannot_be_used_costs_itself_alone(tmp_path, capsys):
+    """It is counted and named in a note, also where limit= does not reach it."""
+    lines = [json.dumps({"prompt": f"the number is {i}", "answers": str(i)}) for i in range(20)]
+    lines[7] = '{"prompt": "a"}'
+    lines[12] = "{"
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    words = ["dataset=file", f"path={tmp_path / 'p.jsonl'}", "metric=f1", "max_new_tokens=2", "method=streamingllm"]
+    status, report = run_json(capsys, *words, "limit=3", f"results={tmp_path}")
+    assert status == 0 and {row["cells"][0]["n"] for row in report["rows"]} == {3}
+    (note,) = [note for note in report["notes"] if "left out" in note]
+    assert note.startswith("file/p: 2 of 20 lines are left out, since they cannot be used. The first: ")
+    assert f"{tmp_path / 'p.jsonl'}, line 8: there is no key 'answers'" in note
+
+
+def test_a_method_that_the_model_refuses_costs_its_row_alone(tmp_path, capsys):
+    words = ["dataset=tiny/needle", "length=160", "limit=1", "method=snapkv,streamingllm", "snapkv.frozen_layers=[99]"]
+    status, report = run_json(capsys, *words, f"results={tmp_path}")
+    cells = {row["method"].split()[0]: row["cells"][0] for row in report["rows"]}
+    assert status == 1 and {name: cell["status"] for name, cell in cells.items()} == {
+        "full": "measured",
+        "streamingllm": "measured",
+        "snapkv": "refused",
+    }
+    assert "the model has layers 0 to 5" in cells["snapkv"]["reason"]
+    # a run of nothing else is an error
+    alone = ["run", "dataset=tiny/needle", "limit=1", "method=snapkv", "frozen_layers=[99]", f"results={tmp_path}"]
+    assert main(alone) == 2
+    assert "the model has layers 0 to 5" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there_is_told(tmp_path, capsys, monkeypatch):
     for arguments in (["list", "runs"], ["show", "dataset=tiny/needle"]):
         assert main([*arguments, f"results={tmp_path / 'gone'}"]) == 2

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,17 +94,23 @@ GOOD = {"prompt": "a", "answers": "b"}
         ({**GOOD, "all_classes": {"x": 1}}, "'all_classes' must be text or a list of texts"),
     ],
 )
-def test_malformed_line_is_named(write, line, reason):
-    path = write(GOOD, "", line)
-    with pytest.raises(UsageError, match=rf"prompts\.jsonl, line 3: {reason}"):
-        load(path)
+def test_malformed_line_is_named_and_left_out(write, line, reason):
+    task = load(write(GOOD, "", line, {"prompt": "c", "answers": "d"}))
+    assert [example.prompt for example in task.examples] == ["a", "c"]
+    (said,) = task.left_out
+    assert re.search(rf"prompts\.jsonl, line 3: {reason}", said)
+
+
+def test_a_file_without_one_good_line_is_refused_with_its_first_reason(write):
+    with pytest.raises(UsageError, match=r"prompts\.jsonl, line 1: there is no key 'prompt'"):
+        load(write({"answers": "b"}, "[1, 2]"))
 
 
 def test_wrong_encoding_is_named(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"prompt": "a", "answers": "b"}\n{"prompt": "caf\xe9", "answers": "b"}\n')
-    with pytest.raises(UsageError, match=r"latin\.jsonl, line 2: not UTF-8 text \(byte 15 of the line\)"):
-        load(path)
+    (said,) = load(path).left_out
+    assert said.endswith("latin.jsonl, line 2: not UTF-8 text (byte 15 of the line)")
 
 
 def test_classification_needs_classes(write):

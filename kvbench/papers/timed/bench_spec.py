@@ -16,7 +16,7 @@ from functools import cache
 import yaml
 
 from kvbench.base.conf import YAML_LOADER
-from kvbench.base.errors import KvbenchError, unknown
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.bench import workload
 from kvbench.papers import data_files as papers_files
 from kvbench.papers.spec.published import Published
@@ -214,9 +214,13 @@ def load(paper: str, table: str) -> BenchSpec:
 
     Raises UsageError for a table without a declaration, KvbenchError for a damaged file.
     """
-    path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
+    name = f"{paper}/bench{table}.yaml"
+    path = next(iter(papers_files(name)), None)
     if path is None:
-        raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in table_ids()])
+        raise UsageError(
+            f"table {paper}/{table}: {name} is missing. Beside paper.yaml, this file says how a table of times or "
+            "memory is measured, as kvbench/papers/data/think/bench10.yaml does"
+        )
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         stand_in = Scale(**content.get("stand_in", {}))
