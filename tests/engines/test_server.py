@@ -225,6 +225,23 @@ def test_a_refused_prompt_ends_its_task_alone(tmp_path, capsys):
     assert len(stub.asked) == 20
 
 
+def test_an_answer_on_which_a_metric_of_ones_own_fails_costs_itself_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(prediction, reference):\n    return 1 / (reference != '3')\n")
+    rows = [json.dumps({"prompt": f"say {n}", "answers": [f"{n}"]}) for n in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    with serving(lambda question: (200, completion("42"))) as stub:
+        arguments = words(stub, tmp_path / "r", "path=rows.jsonl", "metric=mine.py:f")
+        arguments[arguments.index("dataset=tiny/needle")] = "dataset=file"
+        arguments.remove("length=128")
+        assert main(arguments) == 1
+        assert "mine.py:2: ZeroDivisionError: division by zero (1 of 6 answers)" in capsys.readouterr().err
+        assert len(stub.asked) == 6
+        # the other five are stored, and not asked again
+        assert main(arguments) == 1
+        assert len(stub.asked) == 7
+
+
 def test_a_server_without_log_probabilities_is_asked_without(tmp_path):
     def answer(question):
         if "logprobs" in question:

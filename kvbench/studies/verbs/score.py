@@ -101,9 +101,9 @@ def main(args: argparse.Namespace) -> int:
     for predictions, name in files:
         try:
             scored.append(scoring.score_file(predictions, name))
-        except KvbenchError as error:
+        except KvbenchError as failure:
             # a metric of one's own failed
-            errors.append({"file": str(predictions.path), "error": f"{predictions.path}: {error}"})
+            errors.append({"file": str(predictions.path), "error": f"{predictions.path}: {failure}"})
     scored_at = time.perf_counter()
     timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     verdicts = verdict.judge_published(source, scored, options.code_sim)
