@@ -34,6 +34,12 @@ from kvbench.store import archive
 from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 
+MEASURED_TWICE = (
+    f"On {PRETRAINED}, verdicts did decide how long to measure: after a first round, the papers with undecided claims "
+    "were measured on more prompts, until the time was up."
+)
+"""A note for readers: the level of the test does not hold for this ledger."""
+
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the tiny model's ledger. ``committed`` has a pretrained model's samples."""
@@ -76,7 +82,9 @@ def page(root: Path) -> str:
     if not written:
         raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in written for note in (*ledger.write_notes(one), *ledger.list_reasons(one))]
-    tallies = [f"{one['model']}: {ledger.tally_verdicts(one)}" for one in written]
+    if any(one["model"] == PRETRAINED for one in written):
+        lines.insert(0, MEASURED_TWICE)
+    tallies = [f"{one['model']}, {tally}" for one in written for tally in ledger.tally_verdicts(one["verdicts"])]
     return writers.compose([ledger.compare_ledgers(written)], list(dict.fromkeys(lines)), "md", above=tallies)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.papers.claims import ledger
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.catalogue import Paper
@@ -20,13 +20,9 @@ RESULTS = "../results"
 LEDGER = ROOT / "results" / "claims" / "smollm2-135m-q4_1.json"
 MODEL = "SmolLM2-135M"
 """The model of the ledger and of results/tables, a substitute for the papers' models."""
-MARKS = {"supported": "✓", "contradicted": "✗", "no difference": "=", "mixed": "±", "undecided": "?"}
 MEASURES = {"points": "the scores", "likelihood": "the likelihood of the answer", "divergence": "the divergence"}
 LATEX = {"$": "", "l_1": "l₁", "l_2": "l₂", "l_∞": "l∞", "ℓ_1": "ℓ₁", "ℓ_2": "ℓ₂", "\\times": "×"}
 """Marks of LaTeX in the papers' words, and the signs that are printed for them."""
-UNDECIDED = "undecided"
-ORDER = (*MARKS, "not decidable here", "not measured yet", "not testable here")
-"""All verdicts in the order in which they are counted."""
 
 
 def pages() -> dict[str, str]:
@@ -49,7 +45,7 @@ def navigation() -> list[dict[str, str]]:
 def _index(papers: Sequence[Paper]) -> str:
     rows = []
     for paper in papers:
-        statements = _tally(claim["verdict"] for claim in _claims(paper))
+        statements = "<br>".join(ledger.tally_verdicts(_claims(paper)))
         tables = sum(not entry.is_figure for entry in paper.entries)
         figures = len(paper.entries) - tables
         rows.append((f"[{paper.name}]({paper.id}.md)", paper.source, f"{tables} and {figures}", statements))
@@ -76,8 +72,10 @@ def _page(paper: Paper) -> str:
         f"# {paper.name}",
         f"*{record['title']}*, {record['source']}.",
         "## What it claims, and what was found here",
-        f"{len(claims)} claims, tested on {MODEL}: {_tally(claim['verdict'] for claim in claims)}. [The evidence for "
-        f"each verdict]({RESULTS}/claims.md) has intervals, the number of prompts, and the verdicts on the tiny model.",
+        f"{len(claims)} claims, tested on {MODEL}. Papers claim scores, so only scores (*points*) support or "
+        f"contradict a claim. [The evidence for each verdict]({RESULTS}/claims.md) has intervals, the number of "
+        "prompts, and the verdicts on the tiny model.",
+        "\n".join(f"- {tally}" for tally in ledger.tally_verdicts(claims)),
         writers.table(("", "the paper says", "tested here", "verdict"), list(map(_claim_row, claims))),
         "## Its own numbers",
         "This table compares the paper's statements with the numbers that the paper prints. No model is needed "
@@ -104,23 +102,19 @@ def _page(paper: Paper) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _claims(paper: Paper) -> list[dict[str, Any]]:
+def _claims(paper: Paper) -> list[ledger.ClaimRecord]:
     """Return the verdicts on a paper's claims, as they are committed."""
     verdicts = json.loads(LEDGER.read_text("utf-8"))["verdicts"]
     return [verdict for verdict in verdicts if verdict["paper"] == paper.id]
 
 
-def _tally(verdicts: Iterator[str]) -> str:
-    counts = Counter(verdicts)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
-
-
-def _claim_row(claim: dict[str, Any]) -> tuple[str, ...]:
+def _claim_row(claim: ledger.ClaimRecord) -> tuple[str, ...]:
     """Return a claim as a row: its mark, the paper's words with their place, the test, and the verdict."""
     verdict = claim["verdict"]
-    if claim["decided_by"] and verdict in MARKS and verdict != UNDECIDED:
+    if claim["decided_by"]:
         verdict = f"**{verdict}** by {MEASURES[claim['decided_by']]}"
-    return MARKS.get(claim["verdict"], "—"), f"“{plain(claim['quote'])}” ({claim['where']})", claim["tested"], verdict
+    quote = f"“{plain(claim['quote'])}” ({claim['where']})"
+    return ledger.MARKS.get(claim["verdict"], "—"), quote, claim["tested"], verdict
 
 
 def plain(quote: str) -> str:

@@ -439,7 +439,7 @@ def _find_rotation_fault(model: PreTrainedModel, modules: list[nn.Module]) -> st
         return f"its rotary positions ({kind}) change with the length of the text"
     # Gemma 3's local layers rotate by another base
     if sum(hasattr(module, "inv_freq") for module in model.modules()) != 1:
-        return "its layers rotate keys in different ways"
+        return "its layers rotate keys in different ways, and kvbench rotates those of all layers alike"
     if not all(getattr(module, "use_rope", True) for module in modules):
         return "some of its layers do not rotate keys"
     # rotation by halves maps [x1, x2] to [-x2, x1], hence 0 1 2 3 to -2 -3 0 1; other families rotate neighbouring

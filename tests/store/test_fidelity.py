@@ -225,18 +225,17 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"], task=SimpleNamespace(metric="f1"))
     comparison = evidence.Comparison(group, ((near, far),))
 
-    def differences(test, measure):
-        return evidence.pair_differences(evidence.NumberReader(store), [comparison], test, measure).tolist()
+    def differences(measure):
+        return evidence.pair_differences(evidence.NumberReader(store), [comparison], measure).tolist()
 
-    # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
-    assert differences("no_worse", claims.DIVERGENCE) == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
-    assert differences("better", claims.DIVERGENCE) == [[pytest.approx(2.8 / 3.2)], [pytest.approx(-0.1 / 0.9)]]
+    # each prompt counts alike, whatever its size
+    assert differences(claims.DIVERGENCE) == [[pytest.approx(2.8 / 3.2)], [pytest.approx(-0.1 / 0.9)]]
     # nats lost on the reference, per token: only b has one behind both
     stored["near"]["b"] = SimpleNamespace(score=None, fidelity={"reference": replace(text([0.5, 0.1]), log_ratio=0.6)})
     stored["far"]["b"] = SimpleNamespace(score=None, fidelity={"reference": replace(text([0.4, 0.2]), log_ratio=-0.2)})
-    assert differences("better", claims.LIKELIHOOD) == [[pytest.approx(-0.1 - 0.3)]]
+    assert differences(claims.LIKELIHOOD) == [[pytest.approx(-0.1 - 0.3)]]
     stored["near"]["b"].fidelity["reference"] = stored["far"]["b"].fidelity["reference"] = text([0.0])
-    assert differences("better", claims.DIVERGENCE)[1] == [0]  # both at the floor
+    assert differences(claims.DIVERGENCE)[1] == [0]  # both at the floor
 
     found = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
     found |= {"p_same": None, "needs": 1234, "elsewhere": None, "why_not": "", "n": {"a": 9}, "tasks": {"a": 35.0}}
@@ -245,9 +244,10 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
         {"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}}
     )
     assert told == (
-        "points\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
+        "points: undecided\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide\n"
-        "divergence\n+0.350 nats [−0.200, 0.900], margin 0.1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
+        "divergence: undecided\n+35.0 % [−20.0, 90.0], margin 10 %\nn 9 in 1 task, p 0.4\n"
+        "tasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide"
     )
     told = ledger.describe_evidence({"test": "better", "margin": 1.0, "measures": {"divergence": found}})

@@ -19,6 +19,7 @@ from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 from kvbench.store.provenance import describe_local_changes
+from kvbench.tasks.metrics import stats
 
 Outcomes = Mapping[str, Sequence[Verdict]]
 """By measure, the verdicts on all claims of a ledger, in the ledger's order."""
@@ -192,23 +193,29 @@ def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
 def _record_measure(verdict: Verdict) -> MeasureRecord:
     """Return a verdict by one measure, with the numbers behind it, as data for JSON."""
     evidence = verdict.evidence
-    ci = [round(bound, 3) for bound in verdict.ci] if verdict.ci is not None else None
+    settings_ci = [stats.in_percent(stats.mean_interval(some, (-1.0, 1.0))) for some in evidence.settings]
     return {
         "verdict": verdict.verdict,
         "side": verdict.side,
         "why_not": verdict.why_not,
         "mean": _round_mean(verdict.mean),
         "elsewhere": _round_mean(verdict.mean_unscaled),
-        "ci": ci,
+        "ci": _round_interval(verdict.ci),
         "p_for": verdict.p_for,
         "p_against": verdict.p_against,
         "p_same": verdict.p_same,
         "needs": verdict.needs,
         "n": {task: len(differences) for task, differences in evidence.differences.items()},
         "tasks": {task: round(mean, 6) for task, mean in evidence.tasks.items()},
-        "settings": [round(float(mean), 6) for mean in evidence.settings],
+        "settings": [round(100 * float(some.mean()), 6) for some in evidence.settings],
+        "settings_ci": [_round_interval(ci) for ci in settings_ci],
         "floors": list(evidence.floors),
     }
+
+
+def _round_interval(interval: stats.Interval | None) -> list[float] | None:
+    """Return an interval with three digits behind the point; None stays None."""
+    return None if interval is None else [round(bound, 3) for bound in interval]
 
 
 def _round_mean(mean: float | None) -> float | None:

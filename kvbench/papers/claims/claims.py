@@ -1,14 +1,15 @@
 """Claims of papers as tests that a model can decide: pairs of methods on the same examples, and a verdict.
 
 A claim holds the paper's own words (``quote``) and names the tested part of them. The paired differences of its two
-sides decide it, over all examples of its tasks. ``better`` asks for a mean above 0, and ``no_worse`` for a mean above
-minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL over all claims of a ledger
-together (Holm). Two one-sided tests also ask whether a gain is next to nothing (``NOTHING``).
+sides decide it, over all examples of its tasks. ``better`` asks for a mean above 0, and ``no_worse`` for no loss beyond
+a margin. Both directions are tested (see ``stats.p_above``), and two one-sided tests ask whether a gain is next to
+nothing (``NOTHING``). Each of the three has a third of LEVEL over all claims of a ledger together (Holm).
 
 Three measures read the differences and are never merged: the score of answers in points of 100, the likelihood of the
-reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. A task on
-which the model fails even with the full cache decides nothing in points and is left out there. The other two measures
-need no right answers. A task on which a side compressed nothing is left out of all three.
+reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL, and words
+of its own: papers claim scores, so only scores support or contradict a claim. A task on which the model fails even with
+the full cache decides nothing in points and is left out there. The other two measures need no right answers. A task on
+which a side compressed nothing is left out of all three.
 """
 
 from __future__ import annotations
@@ -42,24 +43,27 @@ POWER = 0.8
 POINTS, LIKELIHOOD, DIVERGENCE = "points", "likelihood", "divergence"
 """The measures of differences: scores, the likelihood of the reference answer, and the distance from the full cache."""
 MEASURES = (POINTS, LIKELIHOOD, DIVERGENCE)
-"""The measures in the order in which they are tried: the first that decides a claim gives its verdict."""
+"""All measures: the papers' own first."""
 NOTHING = {POINTS: 0.01, LIKELIHOOD: 0.01, DIVERGENCE: 0.1}
-"""By measure, the largest mean difference that is next to nothing.
+"""By measure, the largest mean difference that is next to nothing: as a gain, and as a loss if the claim has no margin.
 
-It is one point of 100 (scores are out of 1), 0.01 nats a token, or 10 % of the divergence.
+It is one point of 100 (scores are out of 1), 0.01 nats a token, or a contrast of 10 % of two divergences
+(``evidence.compare_nearness``). With such a contrast, the larger divergence is 1.22 times the smaller one.
 """
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
+IN_LINE, NOT_REPRODUCED = "in line", "not reproduced here"
 NO_DIFFERENCE, MIXED, FRAGILE = "no difference", "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "the model fails", "not testable here"
 UNMEASURED = "not measured yet"
-DECIDED = (SUPPORTED, CONTRADICTED, NO_DIFFERENCE, MIXED, FRAGILE)
+SIDES = {
+    POINTS: (SUPPORTED, CONTRADICTED),
+    LIKELIHOOD: (IN_LINE, NOT_REPRODUCED),
+    DIVERGENCE: (IN_LINE, NOT_REPRODUCED),
+}
+"""By measure, the words for a claim that holds by it, and for one that does not."""
+DECIDED = (SUPPORTED, CONTRADICTED, IN_LINE, NOT_REPRODUCED, NO_DIFFERENCE, MIXED, FRAGILE)
 """The verdicts that decide a claim; the other verdicts of VERDICTS say why it is not decided."""
 VERDICTS = (*DECIDED, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
-NATS = 0.1
-"""The margin of a claim of losing nothing, by likelihood and by divergence: so many nats still count as no loss.
-
-Likelihoods are in nats a token of the reference answer.
-"""
 SAME = 1e-9
 """Means that are no further apart than this count as equal, since rounding alone can separate them."""
 AS_PRINTED = "windows=paper"
@@ -103,13 +107,13 @@ class Claim:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
     def least(self, measure: str = POINTS) -> float:
-        """Return the bound that the mean difference exceeds if the claim holds: out of 1 for points, else in nats."""
+        """Return the bound that the mean difference exceeds if the claim holds, in the unit of ``NOTHING``."""
         if self.test == "better":
             return 0.0
         # the margin is in points of 100, but differences of scores are out of 1
         if measure == POINTS:
             return -self.margin / 100
-        return -NATS
+        return -NOTHING[measure]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -159,12 +163,14 @@ class Evidence:
         return {task: 100 * float(differences.mean()) for task, differences in self.differences.items()}
 
     @property
-    def settings(self) -> list[float]:
-        """The mean difference of each of the claim's pairs, in hundredths as in ``tasks``; [] without differences."""
+    def settings(self) -> list[Differences]:
+        """The differences of each of the claim's pairs over all datasets [examples]; [] without differences.
+
+        Their mean gives a dataset the weight of its number of examples.
+        """
         if not self.differences:
             return []
-        # the mean over [examples of all datasets, pairs] gives a dataset the weight of its number of examples
-        return list(100 * np.concatenate(list(self.differences.values())).mean(0))
+        return list(np.concatenate(list(self.differences.values())).T)
 
 
 @dataclass(frozen=True)
@@ -177,12 +183,12 @@ class Verdict:
     p_against: the corrected p-value of the hypothesis that nothing speaks against it.
     p_same: the corrected p-value of the hypothesis that a claimed gain is more than next to nothing (None for other
     claims).
-    side: SUPPORTED or CONTRADICTED, as the mean has it, if the verdict is mixed or fragile; else ''.
+    side: the one of the measure's SIDES on which the mean lies, if the verdict is mixed or fragile; else ''.
     mean_unscaled: the mean difference with the paper's own windows in place of scaled ones, in hundredths; None if that
     was not measured.
     why_not: why there is no mean with the paper's own windows, or why a part of it is missing.
     needs: the number of examples that would decide an undecided claim with a chance of POWER, if their differences had
-    the mean and spread seen so far.
+    the mean and spread seen so far. For NOT_DECIDABLE, the smallest number with which any result could support it.
     """
 
     claim: Claim
@@ -205,7 +211,7 @@ class Verdict:
 
 
 def choose_deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the measure that gives a claim its verdict, from the claim's verdicts by measure in the order of MEASURES.
+    """Return the measure that is shown where a claim has one line, from its verdicts in the order of MEASURES.
 
     It is the first measure that decides the claim, else the first that leaves it undecided, else the first of all.
     """
@@ -308,21 +314,22 @@ def decide(
 ) -> list[Verdict]:
     """Return the verdict on each of ``claims`` by one measure. The p-values of all claims are corrected together.
 
-    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. A decided verdict is fragile if the mean
-    of ``unscaled_evidence`` lies on the other side of the claim's bound. It is mixed if a task or a setting does.
+    Each of a claim's three hypotheses is tested at the level LEVEL / 3 / ``measures``. A decided verdict is fragile if
+    the mean of ``unscaled_evidence`` lies on the other side of the claim's bound. It is mixed if a task or a setting
+    does.
 
     evidence_by_claim: the evidence by the claim's id. A claim may have none.
     unscaled_evidence: the evidence for the same claims with the paper's own windows in place of scaled ones; None if
     windows are not scaled.
     family: the number of claims to correct for, at least those that are measured; None for those alone.
-    measures: how many measures are tried in turn, this one included.
+    measures: how many measures have verdicts, this one included.
     """
     evidence_of = {claim.id: evidence_by_claim.get(claim.id, Evidence()) for claim in claims}
     measured = [claim for claim in claims if len(evidence_of[claim.id].values)]
     # claims without measurements count, too: the order of measuring must not decide how strict the correction is
     family_size = max(family or 0, len(measured))
-    # Bonferroni over both directions and over the measures, then Holm over the claims
-    level = LEVEL / 2 / measures
+    # Bonferroni over the three hypotheses (of ``_PValues``) and over the measures, then Holm over the claims
+    level = LEVEL / 3 / measures
     p_values = _correct_p_values(measured, evidence_of, family_size, measure)
     verdicts = []
     for claim in claims:
@@ -362,20 +369,18 @@ def _reach_verdict(
     word, side = _choose_verdict(
         claim, evidence, p, mean_unscaled=mean_unscaled, family=family, measure=measure, level=level
     )
-    ci = stats.mean_interval(differences, (-1.0, 1.0))
-    if ci is not None:
-        low, high = ci
-        ci = (100 * low, 100 * high)
     needs = None
     if word == UNDECIDED:
         # the first of a family of claims needs p < level / family (Holm)
         needs = _count_needed_pairs(differences, claim.least(measure), level / family)
+    if word == NOT_DECIDABLE:
+        needs = _count_decidable_pairs(claim.test, claim.least(measure), level / family)
     return Verdict(
         claim,
         word,
         evidence,
         mean=100 * float(differences.mean()),
-        ci=ci,
+        ci=stats.in_percent(stats.mean_interval(differences, (-1.0, 1.0))),
         p_for=p.supports,
         p_against=p.opposes,
         # a claim of losing nothing is not tested for a gain that is next to nothing
@@ -470,6 +475,23 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
     return max(fewest, for_power)
 
 
+@lru_cache  # each step is a permutation test, and many claims have the same arguments
+def _count_decidable_pairs(test: str, least: float, level: float) -> int | None:
+    """Return the smallest number of examples, to two digits, whose best result has an uncorrected p below ``level``.
+
+    test, least: as in ``_compute_lowest_p``.
+
+    Returns None if no number has: a randomisation test of FLIPS draws gives no p below 1 / (1 + FLIPS).
+    """
+    if level <= 1 / (1 + stats.FLIPS):
+        return None
+    count = 10
+    while _compute_lowest_p(test, count, least) >= level:
+        # from 10 to 11, from 100 to 110
+        count += 10 ** (len(str(count)) - 2)
+    return count
+
+
 @lru_cache  # a permutation test takes long, and many claims have the same arguments
 def _compute_lowest_p(test: str, examples: int, least: float) -> float:
     """Return the lowest p-value that a claim can get from this number of ``examples``, uncorrected.
@@ -512,19 +534,19 @@ def _choose_verdict(
             return NOT_DECIDABLE, ""
         return UNDECIDED, ""
     # fragile and mixed verdicts also state the side that the mean takes
-    side, sign = CONTRADICTED, -1
+    holds, fails = SIDES[measure]
+    side, sign = fails, -1
     if p.supports < level:
-        side, sign = SUPPORTED, 1
+        side, sign = holds, 1
     if mean_unscaled is not None:
-        # the bound is out of 1 (or in nats), the mean in hundredths
+        # the bound is out of 1, the mean in hundredths
         distance_to_bound = sign * (mean_unscaled / 100 - least)
         # unscaled windows lead to the other side of the bound
         if distance_to_bound < -SAME:
             return FRAGILE, side
     # each subset holds differences [examples]: of one task, as means over the pairs, or of one pair in all tasks
     subsets = [differences.mean(1) for differences in evidence.differences.values()]
-    all_differences = np.concatenate(list(evidence.differences.values()))  # [examples of all tasks, pairs]
-    subsets += list(all_differences.T)
+    subsets += evidence.settings
     if any(_lies_opposite(subset, least, sign) for subset in subsets):
         return MIXED, side
     return side, ""

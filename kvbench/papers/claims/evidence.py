@@ -122,6 +122,7 @@ class _Sides:
         floors: list[str] = []
         long: list[str] = []
         unchanged: list[str] = []
+        from_full: list[str] = []
         decidable: list[str] = []
         for dataset, comparisons in self.comparisons_of.items():
             # scores say nothing if the full cache fails, but likelihoods and divergences still do
@@ -130,6 +131,9 @@ class _Sides:
             # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
             elif measure == LIKELIHOOD and not all(comparison.short for comparison in comparisons):
                 long.append(dataset)
+            # the full cache does not diverge from itself, so that every method loses its whole divergence to it
+            elif measure == DIVERGENCE and _is_against_full(comparisons):
+                from_full.append(dataset)
             elif dataset in self.unchanged:
                 unchanged.append(dataset)
             else:
@@ -137,7 +141,7 @@ class _Sides:
         differences: dict[str, Differences] = {}
         waiting: list[str] = []
         for dataset in decidable:
-            paired = pair_differences(self.numbers, self.comparisons_of[dataset], self.claim.test, measure)
+            paired = pair_differences(self.numbers, self.comparisons_of[dataset], measure)
             if len(paired):
                 differences[dataset] = paired
             else:
@@ -153,29 +157,45 @@ class _Sides:
             cells=tuple(dict.fromkeys(cell_ids)),
             ran=tuple(dict.fromkeys(ran)),
             possible=sum(_count_examples(self.comparisons_of[dataset]) for dataset in decidable),
-            reason=self._join_reasons(floors=floors, long=long, unchanged=unchanged, waiting=waiting),
+            reason=self._join_reasons(
+                floors=floors, long=long, from_full=from_full, unchanged=unchanged, waiting=waiting
+            ),
             unchanged=tuple(unchanged),
         )
 
     def _join_reasons(
-        self, *, floors: Sequence[str], long: Sequence[str], unchanged: Sequence[str], waiting: Sequence[str]
+        self,
+        *,
+        floors: Sequence[str],
+        long: Sequence[str],
+        from_full: Sequence[str],
+        unchanged: Sequence[str],
+        waiting: Sequence[str],
     ) -> str:
         """Return why measurements on some datasets are missing; '' if none are.
 
         floors, unchanged, waiting: as in Evidence.
         long: the datasets left out because their references are long.
+        from_full: the datasets left out because the divergence of the full cache from itself is 0.
         """
         reasons = []
         if floors:
             reasons.append(f"the model fails on {', '.join(floors)}")
         if long:
             reasons.append(f"references are long in {', '.join(long)}")
+        if from_full:
+            reasons.append("a side is the full cache, whose divergence from itself is 0")
         for dataset in unchanged:
             reasons.append(f"{dataset}: nothing was compressed by {', '.join(self.unchanged[dataset])}")
         if waiting:
             reasons.append(f"not measured yet: {', '.join(waiting)}")
         reasons.extend(self.absent)
         return "; ".join(reasons)
+
+
+def _is_against_full(comparisons: Iterable[Comparison]) -> bool:
+    """Return True if a pair has the full cache on its second side."""
+    return any(second.chain.is_full for comparison in comparisons for _, second in comparison.pairs)
 
 
 def _count_examples(comparisons: Iterable[Comparison]) -> int:
@@ -350,24 +370,21 @@ TAKE = {POINTS: _take_scores, LIKELIHOOD: _take_nats_lost, DIVERGENCE: _take_div
 """By measure, the function that takes the numbers of a cell from its samples, by example id."""
 
 
-def compare_nearness(test: str, first: float, second: float) -> float:
+def compare_nearness(first: float, second: float) -> float:
     """Return, from -1 to 1, how much nearer the first of two methods is to the full cache; above 0 if it is nearer.
 
     first, second: the methods' divergences from the full cache, in nats a token.
 
-    For a claimed gain (``test`` is better) it is ``(second - first) / (second + first)``. The divergences of prompts
-    differ by orders of magnitude, and each prompt must count alike. For a claim of losing nothing it is
-    ``min(1, second) - min(1, first)`` in nats.
+    It is the contrast ``(second - first) / (second + first)``. The divergences of prompts differ by orders of
+    magnitude, and each prompt must count alike.
     """
     # two methods that both equal the full cache exactly have no ratio
     if first == second == 0:
         return 0.0
-    if test == "better":
-        return (second - first) / (second + first)
-    return min(1.0, second) - min(1.0, first)
+    return (second - first) / (second + first)
 
 
-def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], test: str, measure: str) -> Differences:
+def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], measure: str) -> Differences:
     """Return one dataset's differences between the two sides of each pair, example by example: [examples, pairs].
 
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
@@ -375,7 +392,6 @@ def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], t
     comparison if all cells answered it there, and its row is the mean over the comparisons.
 
     comparisons: those of the dataset, one for each way of asking, at least one.
-    test: the claim's test, one of TESTS.
     measure: one of MEASURES.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
@@ -398,7 +414,7 @@ def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], t
                 first, second = first_values[example.id], second_values[example.id]
                 # the tests and intervals of ``stats`` need bounded differences, and nats have no bound
                 if measure == DIVERGENCE:
-                    row.append(compare_nearness(test, first, second))
+                    row.append(compare_nearness(first, second))
                 elif less_is_better:
                     row.append(min(1.0, max(-1.0, second - first)))
                 else:

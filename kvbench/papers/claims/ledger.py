@@ -16,10 +16,14 @@ from kvbench.papers.claims.claims import (
     CONTRADICTED,
     DIVERGENCE,
     FRAGILE,
+    IN_LINE,
     LIKELIHOOD,
+    MEASURES,
     MIXED,
     NO_DIFFERENCE,
     NOT_DECIDABLE,
+    NOT_REPRODUCED,
+    NOTHING,
     POINTS,
     SUPPORTED,
     UNDECIDED,
@@ -35,27 +39,33 @@ OWN = "own"
 STATEMENT_WIDTH = 46
 """The most characters in a line of the column with the papers' statements."""
 MARKS = {
-    "supported": "✓",
-    "contradicted": "✗",
-    "no difference": "=",
-    "mixed": "±",
-    "fragile": "~",
+    SUPPORTED: "✓",
+    CONTRADICTED: "✗",
+    IN_LINE: "≈",
+    NOT_REPRODUCED: "≠",
+    NO_DIFFERENCE: "=",
+    MIXED: "±",
+    FRAGILE: "~",
     UNDECIDED: "?",
 }
 """The sign of each verdict. Other verdicts are marked by a dash."""
-NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, a token", DIVERGENCE: "divergence"}
+NAMES = {POINTS: "points", LIKELIHOOD: "likelihood", DIVERGENCE: "divergence"}
 """The measures' names beside their numbers."""
 BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
 """The measures' names behind a verdict that they decided."""
+UNITS = {POINTS: "", LIKELIHOOD: " nats", DIVERGENCE: " %"}
+"""The measures' units behind their numbers."""
 
 ABOUT_NATS = (
     "Likelihood of the answer: how many nats a token the reference answer loses against the full cache, one nat at "
     "most. The number is the other method's loss minus that of the claim's method. Only tasks with short references "
-    "count. Divergence: from the full cache's next-token distribution on its own greedy answer. A gain is the "
-    "difference of two divergences over their sum, in per cent. A loss is in nats, at most one for each prompt. Where "
-    f"nothing is to be lost, the margin of both is {claims.NATS:g} nats. Above 0 the claim's method is the better one. "
-    "A claim is decided by points where they decide, else by the likelihood, else by the divergence. Each measure has "
-    "a third of the level, and they answer different questions."
+    "count. Divergence: from the full cache's next-token distribution on its own greedy answer. The number is the "
+    "difference of two divergences over their sum, in per cent. Above 0 the claim's method is the better one. Where "
+    "nothing is to be lost, the margins are those of a gain that is next to nothing: "
+    f"{NOTHING[LIKELIHOOD]:g} nats, and {100 * NOTHING[DIVERGENCE]:g} % of the divergence. No method is compared with "
+    "the full cache by divergence. Papers claim scores, so only points find a claim "
+    f"{SUPPORTED} or {CONTRADICTED}. The other two measures find it {IN_LINE} or {NOT_REPRODUCED}. Each has a third of "
+    "the level, and they answer different questions."
 )
 
 
@@ -67,7 +77,7 @@ class MeasureRecord(TypedDict):
     ci: the interval of the mean as [low, high]; None for a single example.
     n: by task, the number of examples.
     tasks: by task, the mean difference.
-    settings: the mean difference of each pair of the claim.
+    settings, settings_ci: the mean difference of each pair of the claim, and its interval as in ``ci``.
     floors: the tasks left out because the model fails there even with the full cache.
     """
 
@@ -84,6 +94,7 @@ class MeasureRecord(TypedDict):
     n: dict[str, int]
     tasks: dict[str, float]
     settings: list[float]
+    settings_ci: list[list[float] | None]
     floors: list[str]
 
 
@@ -217,25 +228,29 @@ def any_measured(content: Ledger) -> bool:
     return False
 
 
-def tally_verdicts(content: Ledger) -> str:
-    """Return how many claims have each verdict: ``9 supported · 4 contradicted · 13 undecided``."""
-    words = [record["verdict"] for record in content["verdicts"]]
-    counts = []
-    for word in claims.VERDICTS:
-        # supported and contradicted are named even with a count of 0, since readers look for them
-        if word in words or word in (SUPPORTED, CONTRADICTED):
-            counts.append(f"{words.count(word)} {word}")
-    return " · ".join(counts)
+def tally_verdicts(records: Sequence[ClaimRecord]) -> list[str]:
+    """Return, for each measure, how many claims have each verdict: ``points: 9 supported · 4 contradicted``."""
+    lines = []
+    for measure in MEASURES:
+        words = [record["measures"][measure]["verdict"] for record in records if measure in record["measures"]]
+        counts = []
+        for word in claims.VERDICTS:
+            # the measure's own two words are named even with a count of 0, since readers look for them
+            if word in words or word in claims.SIDES[measure]:
+                counts.append(f"{words.count(word)} {word}")
+        if words:
+            lines.append(f"{measure}: {' · '.join(counts)}")
+    return lines
 
 
 def write_brief(content: Ledger) -> str:
-    """Return a ledger as text for a terminal: the tally of verdicts, the model, then two parts for each claim.
+    """Return a ledger as text for a terminal: the tallies of verdicts, the model, then two parts for each claim.
 
     The first part is a line with the claim's difference and verdict. The second is the tested statement below it.
     The ledger must have a claim.
     """
-    lines = [tally_verdicts(content)]
     records = content["verdicts"]
+    lines = tally_verdicts(records)
     counts = [_count_examples(record) for record in records]
     most = max(counts)
     # a maximum of 0 means that nothing was measured, which the line of each claim says
@@ -269,7 +284,7 @@ def _describe_difference(record: ClaimRecord) -> str:
     measure, numbers = _choose_measure(record)
     if numbers["mean"] is None:
         return ""
-    return _format_difference(record, measure, numbers).replace("-", "−")
+    return _format_difference(measure, numbers["mean"], numbers["ci"]).replace("-", "−")
 
 
 def _count_examples(record: ClaimRecord) -> int:
@@ -291,7 +306,7 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
 
 
 def _describe_briefly(record: ClaimRecord, count: int) -> str:
-    """Return a verdict in a few words. For an undecided claim, add how many examples would decide it, if it has fewer.
+    """Return a verdict in a few words, with the examples that would decide it, if it has fewer and that is known.
 
     count: the number of examples behind the claim's mean difference.
     """
@@ -302,7 +317,7 @@ def _describe_briefly(record: ClaimRecord, count: int) -> str:
         text += f", {record['side']} in the mean"
     _, numbers = _choose_measure(record)
     needs = numbers["needs"]
-    if record["verdict"] == UNDECIDED and needs is not None and needs > count:
+    if needs is not None and needs > count:
         text += f", about {needs:,} would decide"
     return text
 
@@ -354,12 +369,17 @@ def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
 
 def describe_verdict(record: ClaimRecord) -> str:
     """Return a claim's verdict in words, with the side that the mean takes and the measure that decided it, if any."""
-    text = record["verdict"]
-    if record["side"]:
-        text += f" ({record['side']} in the mean)"
+    text = _name_verdict(record)
     if record["decided_by"] and len(record["measures"]) > 1:
         text += f" by {BY[record['decided_by']]}"
     return text
+
+
+def _name_verdict(record: ClaimRecord | MeasureRecord) -> str:
+    """Return a verdict in words, with the side that the mean takes, if any."""
+    if record["side"]:
+        return f"{record['verdict']} ({record['side']} in the mean)"
+    return record["verdict"]
 
 
 def describe_evidence(record: ClaimRecord) -> str:
@@ -372,41 +392,32 @@ def describe_evidence(record: ClaimRecord) -> str:
     return "\n".join(lines).replace("-", "−") or "—"
 
 
-def _choose_scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
+def _choose_scale(measure: str) -> tuple[int, int]:
     """Return (divisor, digits behind the point) for printing a measure's numbers, which a ledger has in hundredths.
 
     The divisor is 100 for numbers that are printed in nats, and 1 for points and per cent.
     """
-    # divergences of claimed gains are relative, and stay per cent
-    if measure == LIKELIHOOD or (measure == DIVERGENCE and record["test"] != "better"):
+    if measure == LIKELIHOOD:
         return 100, 3
     return 1, 1
 
 
 def _find_margin(record: ClaimRecord, measure: str) -> float:
-    """Return the largest loss that counts as no loss, in points or in nats."""
+    """Return the largest loss that counts as no loss, in hundredths; 0 for a claimed gain."""
+    if record["test"] == "better":
+        return 0.0
     if measure == POINTS:
         return record["margin"]
-    return claims.NATS
+    return 100 * NOTHING[measure]
 
 
-def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
-    """Return a measured mean difference with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
-    # callers format only measures that were measured
-    assert numbers["mean"] is not None
-    scale, digits = _choose_scale(record, measure)
-    mean = numbers["mean"] / scale
-    ci = None
-    # a single example has no interval
-    if numbers["ci"] is not None:
-        low, high = numbers["ci"]
-        ci = low / scale, high / scale
-    unit = ""
-    if scale == 100:
-        unit = " nats"
-    elif measure == DIVERGENCE:
-        unit = " %"
-    return with_interval(mean, ci, digits, sign=True, mark=unit, gap=" ")
+def _format_difference(measure: str, mean: float, ci: Sequence[float] | None) -> str:
+    """Return a mean difference in hundredths with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
+    scale, digits = _choose_scale(measure)
+    if ci is not None:
+        # a single example has no interval
+        ci = [bound / scale for bound in ci]
+    return with_interval(mean / scale, ci, digits, sign=True, mark=UNITS[measure], gap=" ")
 
 
 def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
@@ -418,21 +429,22 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
 
     numbers: the record of a measure that was measured.
     """
-    scale, digits = _choose_scale(record, measure)
+    assert numbers["mean"] is not None  # callers describe only what was measured
+    scale, digits = _choose_scale(measure)
     margin = _find_margin(record, measure)
-    # the bound that the mean must exceed, in hundredths like the ledger's numbers: scale is 100 for a margin in nats
-    least = -margin * scale if record["test"] != "better" else 0.0
-    difference = _format_difference(record, measure, numbers)
-    if least:
-        difference += f", margin {margin:g}"
+    difference = _format_difference(measure, numbers["mean"], numbers["ci"])
+    if margin:
+        difference += f", margin {margin / scale:g}{UNITS[measure]}"
     if len(record["measures"]) > 1:
-        difference = f"{NAMES[measure]}\n{difference}"
-    lines = [difference, _describe_sample(numbers), _count_tasks(list(numbers["tasks"].values()), least)]
+        difference = f"{NAMES[measure]}: {_name_verdict(numbers)}\n{difference}"
+    # the mean of a task must exceed the bound to be for the claim
+    lines = [difference, _describe_sample(numbers), _count_tasks(list(numbers["tasks"].values()), -margin)]
     if len(numbers["settings"]) > 1:
-        settings = [format_number(mean / scale, digits, sign=True) for mean in numbers["settings"]]
-        lines.append("settings " + ", ".join(settings))
+        for mean, ci in zip(numbers["settings"], numbers["settings_ci"], strict=True):
+            lines.append(f"setting {_format_difference(measure, mean, ci)}")
     if numbers["needs"] is not None:
-        lines.append(f"about {numbers['needs']:,} pairs would decide")
+        decide = "could" if numbers["verdict"] == NOT_DECIDABLE else "would"
+        lines.append(f"about {numbers['needs']:,} pairs {decide} decide")
     # on the tiny model the rows also ran with the paper's windows, unless its prompts are too short for them
     if numbers["elsewhere"] is not None:
         lines.append(f"the paper's windows {format_number(numbers['elsewhere'] / scale, digits, sign=True)}")
@@ -479,9 +491,9 @@ def _describe_model(content: Ledger) -> str:
 def write_notes(content: Ledger) -> list[str]:
     """Return notes for readers that explain a ledger's numbers and verdicts, then the ledger's own notes."""
     tested = content["tested"]
-    # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
+    # the corrected p-value that a verdict needs: a third of the level for each hypothesis, shared among the measures
     measure_count = max((len(record["measures"]) for record in content["verdicts"]), default=1)
-    p_needed = content["level"] / 2 / measure_count
+    p_needed = content["level"] / 3 / measure_count
     lines = [
         f"{_describe_model(content)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
@@ -493,9 +505,10 @@ def write_notes(content: Ledger) -> list[str]:
         f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "
         f"the line says how many pairs would decide the claim with a chance of {claims.POWER:.0%}, if the difference "
         f"stayed as it is. {NOT_DECIDABLE}: there are too few pairs. Even the clearest possible result would not "
-        "support the claim. A claim of losing nothing counts one lost pair more than was seen. For losses in nats, a "
-        "nat counts as 100 points, and no pair counts more than 100. Tasks on which the full cache fails are left out. "
-        "The same examples decide this, so the tasks that are left favour the full cache slightly.",
+        "support the claim; the line says how many pairs could decide it. A claim of losing nothing counts one lost "
+        "pair more than was seen. For losses in nats, a nat counts as 100 points, and no pair counts more than 100. "
+        "Tasks on which the full cache fails are left out. The same examples decide this, so the tasks that are left "
+        "favour the full cache slightly.",
     ]
     if _has_measures_beside_points(content["verdicts"]):
         lines.append(ABOUT_NATS)

@@ -373,8 +373,9 @@ def render_ledger(content: ledger.Ledger) -> str:
     if content["stand_in"]:
         title += ", a substitute model"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.write_notes(content))
+    tallies = "<br>".join(map(html.escape, ledger.tally_verdicts(content["verdicts"])))
     return (
-        f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally_verdicts(content))}</b></p>"
+        f"<h3>{html.escape(title)}</h3><p><b>{tallies}</b></p>"
         f"<details><summary>How verdicts are made</summary><ul>{notes}</ul></details>"
         + render_sortable(heads, body, verdict_classes)
     )

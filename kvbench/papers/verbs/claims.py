@@ -116,7 +116,7 @@ def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
     notes = ledger.write_notes(content) + ledger.list_reasons(content)
     table = ledger.compare_ledgers([content])
     if args.format != "text":
-        print(writers.compose([table], notes, args.format, above=[ledger.tally_verdicts(content)]), end="")
+        print(writers.compose([table], notes, args.format, above=ledger.tally_verdicts(content["verdicts"])), end="")
         return
     print(ledger.write_brief(content))
     if args.explain:
