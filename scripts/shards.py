@@ -58,7 +58,10 @@ def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None
 
     Each prompt is read once for all tables. Tasks that fill more cells an hour come first.
     """
-    for piece in work.list_work(joined(shard_tables, shard, shards), most):
+    pieces = work.list_work(joined(shard_tables, shard, shards), most)
+    if shard == 0:
+        print(f"one of {shards} processes: {work.describe_work(pieces)}", flush=True)
+    for piece in pieces:
         experiment.fill(replace(piece.run, groups=(piece.group,)), quiet=True)
         if shard == 0:
             print(f"{piece.group.column}: {piece.answers} answers", flush=True)

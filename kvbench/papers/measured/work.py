@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from kvbench.base.visible import describe_duration
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 
-READ_S = 15.0
-ANSWER_TOKEN_S = 0.02
-"""Seconds of one core to read a prompt and to answer with one token, where no stored answer of the task says it
-(SmolLM2-135M, prompts of 2,000 tokens)."""
+READ_S, TOKEN_S = 15.0, 0.02
+"""Seconds to read a prompt and to answer with one token, by which tasks are ordered before any answer is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,8 @@ class Work:
 
     filled: cells that lack answers, each by the share of its answers that it lacks.
     prompts, answers: how many prompts are read, and how many answers are decoded.
-    seconds: how long it takes on one core, by the times of stored answers to the same task.
+    seconds: how long it takes, by the times of stored answers to the same task, or else to the other tasks.
+    timed: whether any answer is stored.
     """
 
     run: RunPlan
@@ -30,6 +30,7 @@ class Work:
     prompts: int
     answers: int
     seconds: float
+    timed: bool
 
 
 def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
@@ -39,6 +40,8 @@ def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
     """
     groups = [(run, take_examples(group, examples)) for run in runs for group in run.groups]
     read_s, token_s = _measure_seconds(groups)
+    typical_read_s = fmean(read_s.values()) if read_s else READ_S
+    typical_token_s = fmean(token_s.values()) if token_s else TOKEN_S
     works = []
     for run, group in groups:
         left = run.left(group)
@@ -48,7 +51,7 @@ def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
         prefills = run.count_prefills(group, [group])
         task = group.task.id
         longest = max(example.max_new_tokens for example in group.examples)
-        seconds = prefills * read_s.get(task, READ_S) + answers * longest * token_s.get(task, ANSWER_TOKEN_S)
+        seconds = prefills * read_s.get(task, typical_read_s) + answers * longest * token_s.get(task, typical_token_s)
         works.append(
             Work(
                 run=run,
@@ -57,9 +60,20 @@ def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
                 prompts=len(left),
                 answers=answers,
                 seconds=seconds,
+                timed=bool(read_s),
             )
         )
     return sorted(works, key=lambda work: work.seconds / work.filled)
+
+
+def describe_work(works: Sequence[Work]) -> str:
+    """Return the sum of ``works`` in words; '' without work."""
+    if not works:
+        return ""
+    amount = f"{sum(w.answers for w in works):,} answers to {sum(w.prompts for w in works):,} prompts"
+    if not works[0].timed:
+        return f"{amount}; how long they take is known once an answer is stored."
+    return f"{amount}: about {describe_duration(sum(w.seconds for w in works))} by the times of stored answers."
 
 
 def take_examples(group: Group, most: int | None) -> Group:

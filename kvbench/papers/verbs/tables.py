@@ -98,7 +98,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
     overrides: the user's other key=value arguments.
     args: the verb's other arguments.
     """
-    from kvbench.papers.measured import cell_view, grid, our_table, trace
+    from kvbench.papers.measured import cell_view, grid, our_table, trace, work
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
@@ -113,6 +113,9 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
     if args.plan:
         if ours.run is not None:
             print_plans([ours.run], as_json=False)
+            total = work.describe_work(work.list_work([ours.run], None))
+            if total:
+                print(fill(f"{table.id}: {total}", 100))
         elif table.measurable:
             print(f"{table.id}: nothing to measure")
         else:
