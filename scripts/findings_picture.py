@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import kendalltau
 
-from kvbench.base.formatting import format_number, with_interval
+from kvbench.base.formatting import format_number, format_significant, with_interval
 from kvbench.report import looks, style, writers
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -89,7 +89,7 @@ class Point:
     def record(self) -> dict[str, object]:
         """Return the point as a line of the CSV, with as many digits as texts cite."""
         numbers = [format_number(self.bytes)]
-        numbers += [f"{number:.2g}" for number in self.kl]
+        numbers += [format_significant(number, 2) for number in self.kl]
         for some in (self.score, self.reading, self.share, self.minus_full, self.minus_control):
             numbers += [f"{number:.1f}" for number in some]
         return dict(zip(FIELDS, (self.method, self.kind, *numbers), strict=True))

@@ -193,7 +193,7 @@ def read_divergences(path):
 def test_rows_that_are_known_to_be_worse_do_not_lose_nothing():
     """A margin of 0.1 nats was two thirds of SnapKV's whole loss: fewer tokens, and channels by norms, passed it."""
     folder = Path(__file__).parents[2] / "results" / "samples"
-    worse = ("snapkv+l1 kv_size=512 ratio=0.4", "snapkv+l2 kv_size=512 ratio=0.4", "snapkv kv_size=416")
+    worse = (*(f"snapkv+{norm} kv_size=512 ratio=0.4 rounding=code" for norm in ("l1", "l2")), "snapkv kv_size=416")
     pairs = [(first, "snapkv kv_size=512") for first in worse]
     pairs.append(("think+kivi ratio=0.4 residual=32", "kivi residual=32"))
     tested = [claim("no_worse", name=first) for first, _ in pairs]
