@@ -301,7 +301,9 @@ def test_numbers_of_numpy_and_devices_and_dtypes_of_torch_are_what_they_say():
     methods = [{"method": "snapkv", "kv_size": np.int64(40)}]
     (plain,) = kvbench.prefill(LLAMA, ids, ["snapkv"], kv_size=40)
     (numpy,) = kvbench.prefill(LLAMA, ids.numpy(), methods, **{"snapkv.frozen_layers": np.array([], dtype=int)})
-    assert numpy.chain == plain.chain and repr(plain).startswith("<PromptCache snapkv kv_size=40: 40 of 60 tokens, 0.0")
+    assert numpy.chain == plain.chain and repr(plain).startswith(
+        "<PromptCache snapkv kv_size=40: 40 of 60 tokens, 30.9 KiB"
+    )
     (ragged,) = kvbench.prefill(LLAMA, ids, ["adakv"], kv_size=40, window=8)
     counts = [len(head) for layer in ragged.layers for head in layer.kept_positions()]
     assert f": {min(counts)} to {max(counts)}, 40 in the mean, of 60 tokens" in repr(ragged)

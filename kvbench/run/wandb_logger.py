@@ -18,7 +18,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from kvbench.base.extras import require
-from kvbench.base.formatting import format_percent
 from kvbench.base.visible import say
 from kvbench.methods.core.registry import ALWAYS_NAMED
 from kvbench.plan.cells import Group
@@ -266,7 +265,7 @@ class _Sender:
     def _log_heat_maps(self, maps: Mapping[str, _NeedleMaps]) -> None:
         """Log the heat maps of all methods, by label, as pictures and as a table, in one W&B run."""
         # a map of a method that compressed nothing says nothing about the method
-        titles = {label: f"{label}: {format_percent(found.mean())}" for label, (_, found) in maps.items()}
+        titles = {label: f"{label}: {found.mean():.0f} %" for label, (_, found) in maps.items()}
         titles |= {label: f"{label}: nothing was compressed" for label in self._find_unchanged()}
         # the maps have a run of their own, since a map spans lengths, and so cells
         cells = self._needle_cells()

@@ -64,6 +64,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, folder):
     of, _ = packed
     assert sorted(p.name for p in of.folder.iterdir()) == [
         "counts.csv",
+        "numbers.csv",
         "vatp-1.md",
         "vatp-2.md",
     ]

@@ -315,5 +315,5 @@ def test_the_share_of_answers_that_a_kept_fault_concerns_is_told(root, capsys, m
         assert main([*arguments, f"results={root / rules}", f"rules={rules}", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         told = "a first line of spaces is scored as the code (metric code_sim_mended, rules=mended of"
-        assert any(told in note and note.endswith("concerns: full 25.0 %.") for note in report["notes"]) == concerned
+        assert any(told in note and note.endswith("concerns: full 25 %.") for note in report["notes"]) == concerned
         assert report["rows"][0]["cells"][0]["score"] == (75 if concerned else 100)

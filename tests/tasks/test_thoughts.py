@@ -182,7 +182,7 @@ def test_a_run_stores_thoughts_and_does_not_score_them(tmp_path, capsys, monkeyp
     summaries = {name: report["rows"][0]["cells"][0] for name, report in found.items()}
     assert summaries["none"]["score"] == summaries["closed"]["score"] > summaries["cut"]["score"] == 0
     assert [summary.get("cut_thoughts", 0) for summary in summaries.values()] == [0, 0, 1]
-    told = "answers that end inside their thought, and score as empty ones: full 100.0 %"
+    told = "answers that end inside their thought, and score as empty ones: full 100 %"
     assert [any(told in note for note in report["notes"]) for report in found.values()] == [False, False, True]
     stored = "".join(path.read_text() for path in (tmp_path / "closed").rglob("samples*.jsonl"))
     assert '"prediction": "<think>471. or 382.' in stored
