@@ -104,7 +104,9 @@ def measure(
         pools = [ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) for _ in range(workers)]
         for pool in pools:
             stack.callback(pool.shutdown, cancel_futures=True)
-        _wait(pool.submit(calibrate_shard, g, i, workers) for _, g in shares for i, pool in enumerate(pools))
+        # one process calibrates what a task needs when it comes to it; several would compute the same
+        if workers > 1:
+            _wait(pool.submit(calibrate_shard, g, i, workers) for _, g in shares for i, pool in enumerate(pools))
         for most in rounds:  # within a round no process waits for another
             amount = "" if most is None else f", {most} examples a task"
             parts = [[p.submit(measure_shard, g, i, workers, most) for i, p in enumerate(pools)] for _, g in shares]
