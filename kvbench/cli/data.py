@@ -366,7 +366,7 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
     else:
         # the dataset is a file of the user's
         state = "no download listed, put the file there yourself"
-    print(f"  {record['dataset']:<17} {state}")
+    print(fill(f"  {record['dataset']:<17} {state}", WIDTH, subsequent_indent=" " * 20, break_long_words=False))
     if file_source is None:
         return
     origin = ", ".join(dict.fromkeys(_shorten_url(file.url) for file in file_source.files if file.url))
