@@ -47,22 +47,29 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
 
 def yield_row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[int, int, Tensor]]:
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the attention rows of a prompt's last queries in blocks of about ``block_bytes`` bytes.
 
-    A block is (start, end, rows [Hq, end - start, m - w + end]) for the queries ``start`` to ``end`` - 1. query
-    [Hq, w, D] are the queries of the last w of m tokens, keys are [Hk, m, D]. A sliding ``window`` hides keys
-    ``window`` or more tokens behind the query.
+    A block is (queries, keys, rows [Hq, its queries, its keys]) with the slices of both. query [Hq, w, D] are the
+    queries of the last w of m tokens, keys are [Hk, m, D]. A sliding ``window`` hides keys ``window`` or more tokens
+    behind the query. A block then has only the keys of its band, so that all blocks cost w * window and not w * m.
     """
     hq, w, _ = query.shape
     k = keys.float()
-    m = k.shape[1]
+    n_earlier = k.shape[1] - w
     # a row of fp32 attention over all heads takes 4 hq m bytes
-    row_bytes = 4 * hq * m
+    row_bytes = 4 * hq * k.shape[1]
     block = max(1, block_bytes // row_bytes)
+    if window is not None:
+        # the band of b queries has b + window - 1 keys: few queries waste few of them
+        block = min(w, max(32, window // 4))
     for start in range(0, w, block):
         end = min(w, start + block)
-        yield start, end, causal_softmax(query[:, start:end], k[:, : m - w + end], scale, window)
+        first = 0
+        if window is not None:
+            first = max(0, n_earlier + start - window + 1)
+        seen = slice(first, n_earlier + end)
+        yield slice(start, end), seen, causal_softmax(query[:, start:end], k[:, seen], scale, window)
 
 
 def column_sums(
@@ -182,11 +189,10 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
     hk = values.shape[0]
     v = values.float()
     out = torch.empty_like(query)
-    for start, end, rows in yield_row_blocks(query, keys, scale, window):
-        seen = rows.shape[2]
+    for queries, seen, rows in yield_row_blocks(query, keys, scale, window):
         # the query heads of a group share one product with the values of their kv head
-        block = rows.reshape(hk, hq // hk * (end - start), seen) @ v[:, :seen]
-        out[:, start:end] = block.reshape(hq, end - start, d).to(query.dtype)
+        block = rows.reshape(hk, hq // hk * rows.shape[1], rows.shape[2]) @ v[:, seen]
+        out[:, queries] = block.reshape(hq, rows.shape[1], d).to(query.dtype)
     return out
 
 

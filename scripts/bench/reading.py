@@ -5,7 +5,7 @@
 Per length, medians over repeats in turns: the seconds of each method's statistics and choice over those of the pass,
 at a quarter of the tokens (at most 0.10); the pass in bfloat16 over float32; the pass of a bare model over four prompts
 of one length at once over four passes. Then eight prompts that begin alike, each read whole, over the same with their
-beginning read once.
+beginning read once. Then a layer with a sliding window, over all pairs of tokens and over the window's band.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
+from kvbench.kv.exact_attention import attend_rows, causal_softmax
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.resolve import chain_of
@@ -114,6 +115,33 @@ def beginnings(model: PreTrainedModel, repeats: int, sizes: Mapping[str, int] = 
     print(f"one of them alone, in pieces / whole: {median_ratio(times['one in pieces'], times['one whole']):.2f}x")
 
 
+def bands(repeats: int, tokens: int = 8192, window: int = 512) -> None:
+    """Print the time of a local layer over all pairs of tokens, hidden afterwards, over that of its band alone.
+
+    The heads are those of Gemma 3 270M: 4 query heads on one kv head of 256 channels.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(4, tokens, 256, generator=generator)
+    keys, values = torch.randn(2, 1, tokens, 256, generator=generator)
+
+    def attend_pairs() -> None:
+        for start in range(0, tokens, 128):
+            end = start + 128
+            rows = causal_softmax(query[:, start:end], keys[:, :end], 256**-0.5, window)
+            rows.flatten(0, 1) @ values[0, :end]
+
+    times = in_turns(
+        {
+            "pairs": partial(seconds, attend_pairs),
+            "band": partial(seconds, partial(attend_rows, query, keys, values, 256**-0.5, window)),
+        },
+        repeats,
+    )
+    print(
+        f"a window of {window} over {tokens} tokens, all pairs / band: {median_ratio(times['pairs'], times['band']):.1f}x"
+    )
+
+
 def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=3, threads=2)
@@ -133,6 +161,7 @@ def main() -> int:
         ok &= statistics(models[0], ids, args.repeats)
         passes(models, ids, args.repeats)
     beginnings(models[0], args.repeats)
+    bands(args.repeats)
     return 0 if ok else 1
 
 

@@ -71,8 +71,23 @@ def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
         scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.3).masked_fill(hidden, -torch.inf)
         dense = scores.softmax(-1) @ v.repeat_interleave(2, 0)
         blocks = list(exact_attention.yield_row_blocks(q, k, 0.3, window, block_bytes=4 * 4 * 50 * 6))
-        assert len(blocks) > 5
+        assert len(blocks) > (5 if window is None else 1)
         torch.testing.assert_close(attend_rows(q, k, v, 0.3, window), dense)
+
+
+def test_a_window_costs_its_band_and_not_the_square_of_the_prompt():
+    from kvbench.kv.exact_attention import yield_row_blocks
+
+    def count_logits(tokens: int) -> int:
+        q, k = torch.randn(2, tokens, 4), torch.randn(1, tokens, 4)
+        return sum(rows.numel() for _, _, rows in yield_row_blocks(q, k, 0.5, window=64))
+
+    # 2 heads, bands of at most 32 + 63 keys, where all pairs would be 2 * 2048 * 2048
+    assert count_logits(2048) <= 2 * 2048 * (32 + 63)
+    # queries in the middle of a text attend the same keys as in one piece
+    q, k, v = torch.randn(2, 300, 4), torch.randn(1, 300, 4), torch.randn(1, 300, 4)
+    whole = attend_rows(q, k, v, 0.5, 64)
+    torch.testing.assert_close(attend_rows(q[:, 190:], k, v, 0.5, 64), whole[:, 190:])
 
 
 def test_samples_follow_the_distribution_and_top_p_cuts_its_tail():
