@@ -337,7 +337,13 @@ def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver,
                 continue
             if passes not in received:
                 received[passes] = replay_prompt(
-                    model, ids, compressed.caches, passes, tokenizer, states=receiver.states
+                    model,
+                    ids,
+                    compressed.caches,
+                    passes,
+                    tokenizer,
+                    states=receiver.states,
+                    local=receiver.local.get(len(ids), ()),
                 )
             compressed.finish_replay(received[passes])
 

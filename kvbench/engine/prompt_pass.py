@@ -44,6 +44,7 @@ from kvbench.models.interface import (
 )
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import in_model_order, state_layers_of
+from kvbench.models.traits import layer_frequencies
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]  # takes a finished layer: its observation, keys and values
 OnLocal = Callable[[LayerCache, int], None]  # takes a finished local layer, and how many of the first tokens it covers
@@ -147,7 +148,7 @@ class _PromptPass:
     tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry has no layer.
     calls: the calls of attention modules by layer of the model, if stages need them.
     lifted: the maps from latents to keys and values if projections are low-rank, else [].
-    inv_freq: [r / 2], the model's rotary frequencies; None where positions are learned.
+    frequencies: for each compressed layer its rotary frequencies [r / 2]; None where positions are learned.
     chunk: the tokens of a chunk if local layers attend chunks; None: they attend a window.
     """
 
@@ -175,7 +176,7 @@ class _PromptPass:
         self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
-        self.inv_freq = _find_inv_freq(model)
+        self.frequencies = layer_frequencies(model)
         self.chunk = chunk_size(model.config)
         self.numbers: dict[int, int] = {}
         self.layers: dict[int, PromptLayer] = {}
@@ -300,7 +301,7 @@ class _PromptPass:
             self.compressed_layers[number].observed.pop(length),
             hidden=hidden,
             latents=latents,
-            inv_freq=self.inv_freq,
+            inv_freq=self.frequencies[number],
             positions=positions,
             call=call,
         )
@@ -315,15 +316,6 @@ class _PromptPass:
         for place in self.compressed_layers[0].colsums_s:
             seconds[place] = sum(layer.colsums_s[place] for layer in self.compressed_layers)
         return seconds
-
-
-def _find_inv_freq(model: PreTrainedModel) -> Tensor | None:
-    """Return the model's rotary frequencies [r / 2], or None where positions are learned."""
-    # the first module that has frequencies speaks for all layers
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            return module.get_buffer("inv_freq")
-    return None
 
 
 def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:

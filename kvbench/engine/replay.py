@@ -11,8 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
-from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
+from kvbench.engine.decode_layer import RowLayer
+from kvbench.kv.exact_attention import BLOCK_BYTES, attend_rows, causal_softmax
+from kvbench.kv.model_shape import in_key_order
 from kvbench.kv.own_values import values_or_keys
+from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.replaying import QUOTED, Replay
@@ -20,6 +23,7 @@ from kvbench.models.interface import KvbenchLayer, attached, model_cache
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage import split
+from kvbench.storage.format import Room, StoredRow
 
 # the words of KVzip's passes are part of the method (arXiv 2505.23416, section 3.2, and its released code)
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -69,6 +73,10 @@ class ReplayLayer(KvbenchLayer):
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
         q = query[0]
         self.received = self._find_received(q, scale)
+        if not is_plain(scale):
+            # fused attention knows neither caps nor sinks
+            keys, values = torch.cat([self.k, self.own_k], dim=1), torch.cat([self.v, self.own_v], dim=1)
+            return attend_rows(q, keys, values, scale)[None]
         fused = split.attend_after(q, (self.k, self.v), (self.own_k, self.own_v), scale)
         if fused is not None:
             out, _ = fused
@@ -120,15 +128,17 @@ def replay_prompt(
     passes: Replay,
     tokenizer: Any,
     states: Sequence[LayerState] = (),
+    local: Sequence[LayerCache] = (),
 ) -> list[Tensor]:
-    """Read a prompt ``ids`` [n] again in passes, and return for each layer the attention [Hq, n] of its tokens.
+    """Read a prompt ``ids`` [n] again in passes, and return for each of ``layers`` the attention [Hq, n] of its tokens.
 
     A token's number is the most attention that it receives from any query of the passes.
 
-    layers: the prompt's cache in each layer. It must hold all tokens.
+    layers: the prompt's cache in each layer that methods compress. It must hold all tokens.
     passes: the passes to make.
     tokenizer: the model's tokenizer; None is enough if the passes have no instruction.
     states: the states at the prompt's end, of the layers that hold a state. Each pass begins from a copy of them.
+    local: the caches of local layers. In a pass they attend their windows, as while decoding.
 
     Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
     """
@@ -140,7 +150,11 @@ def replay_prompt(
             segment = layer.segments[0]
             replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
         text = _write_pass(ids, span, instructions)
-        _run_pass(model, text, replay_layers, prompt_tokens=len(ids), states=states)
+        room = Room(tokens=len(text), at_once=len(text))
+        # a local layer's window moves on with the pass, in a copy of its own
+        windows: list[KvbenchLayer] = [RowLayer([StoredRow(cache=layer)], room) for layer in local]
+        key_layers = in_key_order(model.config, replay_layers, windows)
+        _run_pass(model, text, key_layers, prompt_tokens=len(ids), states=states)
         for layer_received, replay_layer in zip(received, replay_layers, strict=True):
             # the forward pass has called every layer's attention
             assert replay_layer.received is not None
@@ -152,14 +166,14 @@ def replay_prompt(
 def _run_pass(
     model: PreTrainedModel,
     text: Tensor,
-    replay_layers: Sequence[ReplayLayer],
+    layers: Sequence[KvbenchLayer],
     *,
     prompt_tokens: int,
     states: Sequence[LayerState],
 ) -> None:
-    """Let the model read the tokens ``text`` [t] of one pass, so that each layer sets its ``received``.
+    """Let the model read the tokens ``text`` [t] of one pass, so that each ``ReplayLayer`` sets its ``received``.
 
-    replay_layers: the layers that hold keys, in the model's order.
+    layers: the layers that hold keys, in the model's order.
     prompt_tokens: the prompt's length. The pass takes the positions after it.
     states: the states at the prompt's end, of the layers that hold a state.
     """
@@ -167,14 +181,14 @@ def _run_pass(
     if states:
         # a column has one layer's states of all rows, and a prompt is one row
         columns = [[state] for state in states]
-    state_layers = state_layers_of(model.config, replay_layers, columns)
+    state_layers = state_layers_of(model.config, layers, columns)
     with torch.no_grad(), attached(model):
         model(
             input_ids=text[None],
             position_ids=torch.arange(prompt_tokens, prompt_tokens + len(text), device=text.device)[None],
             use_cache=True,
             logits_to_keep=1,
-            **model_cache(model.config, in_model_order(model.config, replay_layers, state_layers)),
+            **model_cache(model.config, in_model_order(model.config, layers, state_layers)),
         )
     # low-rank projections keep their last latents until they are taken; a pass needs none, so they are dropped
     for lift in lifts(model):

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.limits import check_capacity
-from kvbench.kv.model_shape import indexer_reach, key_layers, local_layers, sharing_layers
+from kvbench.kv.model_shape import compressed_layers, indexer_reach, key_layers, local_layers, sharing_layers
 from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import model_cache, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
+from kvbench.models.traits import layer_frequencies
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
 
@@ -87,9 +88,9 @@ def build(
     chains = [cache.chain for cache in rows]
     evictors = [chain.evictor for chain in chains]
     lifted = lifts(model)
-    rotary = None
+    rotaries: list[Rotary] = []
     if any(evictor is not None and evictor.rolled for evictor in evictors):
-        rotary = find_rotary(model)
+        rotaries = find_rotaries(model)
     columns = _queue_columns(model.config, rows)
     # a column has one layer's states of all rows
     state_columns = deque(zip(*(cache.states for cache in rows), strict=True))
@@ -98,7 +99,10 @@ def build(
     layers: list[RowLayer] = []
     while columns:
         number, column = columns.popleft()
-        lift = lifted[number] if lifted else None
+        # what the model gives concerns compressed layers, and a local layer has a number of another kind
+        is_local = column[0].window is not None
+        lift = lifted[number] if lifted and not is_local else None
+        rotary = rotaries[number] if rotaries and not is_local else None
         stored_rows = [
             StoredRow(
                 cache=cache,
@@ -149,13 +153,13 @@ def give_up_caches(caches: list[PromptCache]) -> Iterator[PromptCache]:
         yield caches.pop(0)
 
 
-def find_rotary(model: PreTrainedModel) -> Rotary:
-    """Return the model's rotation of keys. Raises UsageError for a model without one, such as OPT."""
-    # models with several rotations are refused before, so the first one is the only one
-    for module in model.modules():
-        if hasattr(module, "inv_freq"):
-            return Rotary(module.inv_freq)  # type: ignore[arg-type]
-    raise UsageError(f"positions=rolled needs rotary positions, and the family {model.config.model_type!r} has none")
+def find_rotaries(model: PreTrainedModel) -> list[Rotary]:
+    """Return the rotation of keys of each compressed layer. Raises UsageError for a model without one, such as OPT."""
+    rotaries = [Rotary(frequencies) for frequencies in layer_frequencies(model) if frequencies is not None]
+    if len(rotaries) < len(compressed_layers(model.config)):
+        family = model.config.model_type
+        raise UsageError(f"positions=rolled needs rotary positions, and the family {family!r} has none that turn keys")
+    return rotaries
 
 
 def step(model: PreTrainedModel, batch: StepLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:

@@ -5,13 +5,14 @@ Because conf/model states it, bytes can be computed without a checkpoint. Config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.state import state_bytes
 
+T = TypeVar("T")
 POSITION_BYTES = 4
 """The bytes of a token's position, which is stored as int32."""
 HOLD_STATES = ("linear_attention", "conv", "hybrid")
@@ -380,6 +381,19 @@ def local_layers(config: Any) -> frozenset[int]:
     return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
+def compressed_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers that methods compress: those with keys that are not local."""
+    local = local_layers(config)
+    return [i for i in key_layers(config) if i not in local]
+
+
+def in_key_order(config: Any, compressed: Iterable[T], local: Iterable[T]) -> list[T]:
+    """Return the items of all layers with keys, in the model's order, from those of compressed and of local layers."""
+    are_local = local_layers(config)
+    remaining, remaining_local = iter(compressed), iter(local)
+    return [next(remaining_local if i in are_local else remaining) for i in key_layers(config)]
+
+
 def chunk_size(config: Any) -> int | None:
     """Return how many tokens a chunk has, if the model has layers that attend chunks; None for other models.
 
@@ -428,8 +442,7 @@ def _read_compressed_heads(config: Any) -> tuple[int, int]:
     if latent:
         # all query heads have one key: the latent with the rotated part behind it
         return 1, latent + int(config.qk_rope_head_dim)
-    local = local_layers(config)
-    compressed = [i for i in key_layers(config) if i not in local]
+    compressed = compressed_layers(config)
     # the first layer stands for all: ``traits.check_served`` refuses other models. A model without a layer to compress
     # is described by its layer 0 until ``Shape`` refuses it
     first = compressed[0] if compressed else 0

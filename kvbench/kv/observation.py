@@ -95,7 +95,7 @@ class Observation:
     hidden: Tensor | None = None  # [n, d], input of the attention module
     read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read; None: the stored keys
     latents: tuple[Tensor, Tensor] | None = None  # [n, R] each of keys and values, where projections are low-rank
-    inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
+    inv_freq: Tensor | None = None  # [r / 2], the layer's rotary frequencies; None where positions are learned
     length: int = 0  # the number of the prompt's tokens; 0 stands for n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
     call: AttentionCall | None = None

@@ -17,7 +17,7 @@ from kvbench.methods.core.knobs import Rule, knob, one_of
 from kvbench.methods.core.lowrank import LowRankStage, Pairs
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, join_factors, nearest_rank, searched_ranks
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import compressed_modules
 from kvbench.models.lowrank import ProjectionShape, key_value_weights
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
@@ -135,7 +135,7 @@ class Asvd(LowRankStage):
         ``sizes`` [layers, d] are the means of |x_i| of the projections' inputs.
         """
         heads = ProjectionShape.of(model).heads
-        for attention, layer_sizes in zip(attention_modules(model), sizes, strict=True):
+        for attention, layer_sizes in zip(compressed_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
             (key_weight, _), (value_weight, _) = key_value_weights(attention, heads)
             # both projections read the same input
@@ -153,7 +153,7 @@ class Asvd(LowRankStage):
         full = min(shape.heads * shape.head_dim, shape.hidden)
         # exact_layers has the uncut projections in the form that ``mean_loss`` takes
         exact_layers: list[tuple[Factors, Factors]] = []
-        for attention in attention_modules(model):
+        for attention in compressed_modules(model):
             (key_weight, _), (value_weight, _) = key_value_weights(attention, shape.heads)
             exact_layers.append((_keep_exact(key_weight), _keep_exact(value_weight)))
         losses = torch.zeros(shape.layers, 2, len(FRACTIONS))

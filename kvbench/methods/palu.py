@@ -22,7 +22,7 @@ from kvbench.models.factors import (
     nearest_rank,
     whitening_factor,
 )
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import compressed_modules
 from kvbench.models.lowrank import ProjectionShape, key_value_weights
 from kvbench.models.lowrank_statistics import measure_moments, moments_bytes
 
@@ -101,7 +101,7 @@ class Palu(LowRankStage):
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         pairs = []
-        for i, attention in enumerate(attention_modules(model)):
+        for i, attention in enumerate(compressed_modules(model)):
             # S, with S S^T = mean of x x^T (Cholesky), section 3.2
             moments, damping = self.tensor("moments")[i], float(self.tensor("damping")[i])
             whitening = whitening_factor(moments.to(model.device), damping)

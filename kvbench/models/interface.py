@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import (
     CacheShape,
+    compressed_layers,
     from_config,
     indexer_reach,
     key_layers,
@@ -493,6 +494,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(number, int) and number not in keyless:
             modules.append(module)
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+
+
+def compressed_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention modules of the layers that methods compress, in layer order: local layers are left out."""
+    compressed = set(compressed_layers(model.config))
+    return [module for module in attention_modules(model) if module.layer_idx in compressed]
 
 
 def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.models.factors import Factors
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import compressed_modules
+from kvbench.models.traits import layer_frequencies
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ProjectionShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ProjectionShape:
         """Return the sizes of the projections of ``model``."""
-        modules = attention_modules(model)
+        modules = compressed_modules(model)
         heads = _count_kv_heads(model)
         # the first layer stands for all layers
         (k_weight, _), _ = key_value_weights(modules[0], heads)
@@ -186,7 +187,7 @@ def swap_projections(model: PreTrainedModel, layers: Sequence[tuple[Factors, Fac
     # replaced so far: (attention module, name of its attribute, the model's own projection)
     originals: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        for attention, (k_factors, v_factors) in zip(attention_modules(model), layers, strict=True):
+        for attention, (k_factors, v_factors) in zip(compressed_modules(model), layers, strict=True):
             for name, module in _build_projections(attention, heads, k_factors, v_factors).items():
                 originals.append((attention, name, getattr(attention, name)))
                 setattr(attention, name, module)
@@ -263,7 +264,7 @@ class LatentLift:
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
     """Return the map from latents to keys and values of each layer, or [] if the model's projections are its own."""
     projections: list[tuple[LowRank, LowRank]] = []
-    for attention in attention_modules(model):
+    for attention in compressed_modules(model):
         # GPT-NeoX's low-rank projections are inside its fused projection (see ``Fused``)
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
@@ -271,7 +272,9 @@ def lifts(model: PreTrainedModel) -> list[LatentLift]:
             projections.append((k, v))
     if not projections:
         return []
-    # low-rank methods run only on models with one rotary module, or without any
+    # low-rank methods run only on models that rotate the keys of all compressed layers alike, or of none
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
+    if not any(frequencies is not None and bool(frequencies.any()) for frequencies in layer_frequencies(model)):
+        rotary = None
     turn = KeyRotation(rotary)
     return [LatentLift(k, v, turn, heads=_count_kv_heads(model)) for k, v in projections]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.models.factors import Factors
-from kvbench.models.interface import attention_modules, evaluating
+from kvbench.models.interface import compressed_modules, evaluating
 from kvbench.models.lowrank import ProjectionShape, head_rows, projection_modules, swap_projections
 
 
@@ -28,7 +28,7 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
     head's key projection (index 0) and value projection (index 1). g is the gradient of a window's mean loss, and E is
     the mean over windows. Without ``fisher`` no gradients are computed, and the Fisher values are None.
     """
-    shape, modules = ProjectionShape.of(model), attention_modules(model)
+    shape, modules = ProjectionShape.of(model), compressed_modules(model)
     device = projection_modules(modules[0])[0].weight.device
     sums = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
     tokens, windows = 0, 0
@@ -93,7 +93,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
     """
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
-    weights = _select_projection_weights(attention_modules(model), fisher)
+    weights = _select_projection_weights(compressed_modules(model), fisher)
     # sums are fp64 and their mean is fp32; each weight has an fp32 square and a gradient in its own dtype
     gradient_bytes = sum(weight.numel() * (4 + weight.element_size()) for weight in weights)
     return 8 * entries + gradient_bytes, 4 * entries
@@ -155,7 +155,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
         return module.register_forward_pre_hook(see_input)
 
     # keys and values have the same input, so a hook on a layer's first projection is enough
-    handles = [watch(i, projection_modules(attention)[0]) for i, attention in enumerate(attention_modules(model))]
+    handles = [watch(i, projection_modules(attention)[0]) for i, attention in enumerate(compressed_modules(model))]
     try:
         yield
     finally:

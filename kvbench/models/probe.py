@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
-from kvbench.kv.model_shape import key_layers, state_layers
-from kvbench.models.interface import KvbenchLayer, attached, attention_modules, evaluating, model_cache
+from kvbench.kv.model_shape import compressed_layers, key_layers, state_layers
+from kvbench.models.interface import KvbenchLayer, attached, compressed_modules, evaluating, model_cache
+from kvbench.models.rotary import stated_frequencies
 from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
 from kvbench.storage.roles import Rotary
 
@@ -31,10 +32,13 @@ class Probe:
 
     unrolled: why cached keys cannot be rotated to other positions; None if they can.
     mixed: why cached keys and values are not linear in their layer's input; None if they are.
+    frequencies: for each compressed layer the frequencies [r / 2] that turn its keys and queries, zeros if positions do
+        not change them, and None if neither does.
     """
 
     unrolled: str | None
     mixed: str | None
+    frequencies: tuple[Tensor | None, ...]
 
 
 class ProbeLayer(KvbenchLayer):
@@ -129,15 +133,17 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
             "logits are not the model's own"
         )
-    # several rotary modules mean that layers rotate in different ways
-    frequencies = [module.get_buffer("inv_freq") for module in model.modules() if hasattr(module, "inv_freq")]
-    rotary = Rotary(frequencies[0]) if len(frequencies) == 1 else None
+    places = [i for i, index in enumerate(key_layers(model.config)) if index in compressed_layers(model.config)]
+    frequencies: list[Tensor | None] = []
+    for place, stated in zip(places, stated_frequencies(model), strict=True):
+        frequencies.append(_find_turn(layers[place], later_layers[place], stated, tolerance))
     unrolled, mixed = None, None
-    if rotary is None or not _are_rotated(layers, later_layers, rotary, tolerance):
+    if None in frequencies:
         unrolled = "its keys at other positions are not its keys rotated"
-    if not _are_projected(layers, outputs, rotary, positions=positions, tolerance=tolerance):
+    compressed = [layers[place] for place in places]
+    if not _are_projected(compressed, outputs, frequencies, positions=positions, tolerance=tolerance):
         mixed = "its cached keys and values are not what its projections give"
-    return Probe(unrolled=unrolled, mixed=mixed)
+    return Probe(unrolled=unrolled, mixed=mixed, frequencies=tuple(frequencies))
 
 
 def _compute_own_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ def _compute_own_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) 
 
 @contextmanager
 def _recording_projections(model: PreTrainedModel) -> Iterator[dict[tuple[int, str], Tensor]]:
-    """While the context is open, record the outputs [1, T, H D] of each layer's k_proj and v_proj, if it has them.
+    """While the context is open, record the outputs [1, T, H D] of k_proj and v_proj of each compressed layer.
 
     The context yields the outputs by (layer, name of the projection). A later call replaces an earlier one.
     """
@@ -169,7 +175,7 @@ def _recording_projections(model: PreTrainedModel) -> Iterator[dict[tuple[int, s
         return record
 
     with ExitStack() as stack:
-        for i, module in enumerate(attention_modules(model)):
+        for i, module in enumerate(compressed_modules(model)):
             for name in ("k_proj", "v_proj"):
                 if hasattr(module, name):
                     hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
@@ -177,26 +183,30 @@ def _recording_projections(model: PreTrainedModel) -> Iterator[dict[tuple[int, s
         yield outputs
 
 
-def _are_rotated(
-    layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
-) -> bool:
-    """Return True if keys and queries, rotated by SHIFT positions, equal those of the later reading.
+def _find_turn(layer: ProbeLayer, later_layer: ProbeLayer, stated: Tensor | None, tolerance: float) -> Tensor | None:
+    """Return the frequencies that turn a layer's keys and queries by SHIFT positions, as the later reading has them.
 
-    layers, later_layers: the layers after the tokens were read at their positions, and SHIFT positions later.
+    The result is ``stated``, or zeros if the layer does not rotate, or None.
+
+    layer, later_layer: the layer after the tokens were read at their positions, and SHIFT positions later.
+    stated: the frequencies that the model states for the layer.
     tolerance: the relative distance that counts as equal.
     """
-    for layer, later_layer in zip(layers, later_layers, strict=True):
-        for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
-            # "not <=" and not ">", so that NaN counts as different
-            if not _relative_distance(rotary.turn(states, start=0, end=SHIFT), later_states) <= tolerance:
-                return False
-    return True
+    if stated is None:
+        return None
+    for frequencies in (stated, torch.zeros_like(stated)):
+        rotary = Rotary(frequencies)
+        pairs = ((layer.k, later_layer.k), (layer.query, later_layer.query))
+        # "<=" is false for NaN, which counts as different
+        if all(_relative_distance(rotary.turn(a, start=0, end=SHIFT), b) <= tolerance for a, b in pairs):
+            return frequencies
+    return None
 
 
 def _are_projected(
     layers: Sequence[ProbeLayer],
     outputs: Mapping[tuple[int, str], Tensor],
-    rotary: Rotary | None,
+    frequencies: Sequence[Tensor | None],
     *,
     positions: Tensor,
     tolerance: float,
@@ -204,7 +214,7 @@ def _are_projected(
     """Return True if each layer caches its k_proj's output, rotated by ``positions``, and its v_proj's output.
 
     outputs: the projections' outputs [1, T, H D] by (layer, name of the projection).
-    rotary: the model's rotation; None: keys are compared without rotation.
+    frequencies: the rotation of each layer; None: its keys are compared without rotation.
     tolerance: the relative distance that counts as equal.
     """
     # two outputs a layer, unless some layer has no k_proj or no v_proj
@@ -213,8 +223,9 @@ def _are_projected(
         cached = layers[i].k if name == "k_proj" else layers[i].v
         # [1, T, H D] -> [1, H, T, D]
         expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
-        if name == "k_proj" and rotary is not None:
-            expected = rotary.turn(expected, start=0, end=positions)
+        rotation = frequencies[i]
+        if name == "k_proj" and rotation is not None:
+            expected = Rotary(rotation).turn(expected, start=0, end=positions)
         # "not <=" and not ">", so that NaN counts as different
         if not _relative_distance(expected, cached) <= tolerance:
             are_projected = False

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
@@ -32,9 +33,10 @@ from kvbench.kv.model_shape import (
 )
 from kvbench.models import probe
 from kvbench.models.indexer import find_indexers
-from kvbench.models.interface import attention_modules, decoder_layers
+from kvbench.models.interface import attention_modules, compressed_modules, decoder_layers
 from kvbench.models.latent import expands_after_caching, find_up_fault
 from kvbench.models.releases import HOLDS_STATES
+from kvbench.models.rotary import stated_frequencies
 
 READ = (
     "gemma2",
@@ -437,17 +439,23 @@ def _find_rotation_fault(model: PreTrainedModel, modules: list[nn.Module]) -> st
     kind = rope_type(model.config)
     if kind in MOVING:
         return f"its rotary positions ({kind}) change with the length of the text"
-    # Gemma 3's local layers rotate by another base
-    if sum(hasattr(module, "inv_freq") for module in model.modules()) != 1:
-        return "its layers rotate keys in different ways, and kvbench rotates those of all layers alike"
-    if not all(getattr(module, "use_rope", True) for module in modules):
-        return "some of its layers do not rotate keys"
-    # rotation by halves maps [x1, x2] to [-x2, x1], hence 0 1 2 3 to -2 -3 0 1; other families rotate neighbouring
-    # dimensions
+    # a probe tells most families' rules; without weights there is none, and layers that all rotate show their own:
+    # by halves [x1, x2] becomes [-x2, x1], hence 0 1 2 3 becomes -2 -3 0 1; other families rotate neighbours
     rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
-    if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
+    mixes_rules = bool(local_layers(model.config)) or rotate_half is None
+    if not mixes_rules and rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
     return None
+
+
+def layer_frequencies(model: PreTrainedModel) -> Sequence[Tensor | None]:
+    """Return the frequencies [r / 2] by which each compressed layer rotates its keys, in layer order.
+
+    Zeros stand for a layer that does not rotate, and None for one whose rule is another, or whose positions are learned.
+    """
+    if model.config.model_type in READ:
+        return stated_frequencies(model)
+    return probe.probe_model(model).frequencies
 
 
 def _reads_position_table(model: PreTrainedModel) -> bool:
@@ -462,8 +470,8 @@ def _find_projection_fault(model: PreTrainedModel, modules: list[nn.Module]) -> 
     """
     if latent_width(model.config):
         return "it holds latents already (latent attention)"
-    # one attention module stands for those of all layers
-    attention = modules[0]
+    # one attention module stands for those of all layers that methods compress
+    attention = compressed_modules(model)[0]
     names = [name for name, _ in attention.named_children()]
     # only GPT-NeoX's ``query_key_value`` has the order of rows that kvbench knows
     fused = "query_key_value" in names
@@ -480,4 +488,6 @@ def _find_projection_fault(model: PreTrainedModel, modules: list[nn.Module]) -> 
     # latents hold unrotated keys, which reading rotates: only a model that rotates keys can fail at that
     if learned_positions(model) and not _reads_position_table(model):
         return None
+    if len({bool(getattr(module, "use_rope", True)) for module in compressed_modules(model)}) > 1:
+        return "some of its layers do not rotate keys"
     return _find_rotation_fault(model, modules)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support import method_reference as ref
+from support.calibrations import ready
 from support.families import COMMON, CONFIGS, LOCALS, build, prompt
 from support.runs import prepare, run_json
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
@@ -203,14 +204,26 @@ def test_a_run_says_which_layers_pass_through_and_stores_bytes_of_all(tmp_path, 
 @pytest.mark.parametrize("family", LOCALS)
 def test_methods_that_reach_into_local_layers_are_refused(family):
     model = traits.of_model(build(family))
-    for method in ("palu", "asvd", "uncomp-stage"):
-        with pytest.raises(
-            UsageError, match=f"{method} does not support the model family '{family}'.*layers are local"
-        ):
-            chain_of(method).check_model(model)
-    with pytest.raises(UsageError, match="layers are local, and it reaches into those"):
+    with pytest.raises(UsageError, match=f"does not support the model family '{family}'.*would lose tokens of their"):
+        chain_of("uncomp-stage").check_model(model)
+    with pytest.raises(UsageError, match="layers are local, and it reads attention modules"):
         Chain((ReadsModules(kv_size=8),)).check_model(model)
     Chain((ReadsModules(kv_size=8),)).check_model(traits.of_model(build("qwen3")))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere2"])
+def test_low_rank_methods_factor_the_layers_that_attend_everything(family):
+    """At full rank the cache of latents answers as the model; the local layers keep projections of their own."""
+    model, ids = build(family), prompt(70)
+    caches = kvbench.prefill(
+        model, ids, [ready(model, {"method": "palu", "ratio": 0.0, "multiple": 1}, "kv_head"), "full"]
+    )
+    torch.testing.assert_close(caches[0].logits, caches[1].logits, atol=1e-3, rtol=1e-3)
+    low, full = kvbench.generate(model, caches, 5)
+    assert low == full
+    assert all(layer.segments[0].latents is not None or layer.segments[0].latent for layer in caches[0].layers)
+    for layer, own in zip(caches[0].local, caches[1].local, strict=True):
+        torch.testing.assert_close(layer.segments[0].k, own.segments[0].k, atol=1e-4, rtol=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)

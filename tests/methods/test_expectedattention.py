@@ -7,6 +7,7 @@ from support.families import build, prompt
 
 import kvbench
 from kvbench.base.errors import UsageError
+from kvbench.kv.model_shape import compressed_layers
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.expectedattention import ExpectedAttention
@@ -72,6 +73,34 @@ def test_queries_turned_back_are_those_of_the_projection(family):
     plain = projected[0].view(20, 4, -1)[..., : queries.shape[2]].transpose(0, 1)
     back = Rotary(observed[0].inv_freq).turn(queries, torch.arange(20), 0)
     torch.testing.assert_close(back, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "place"), [("gemma3_text", 1), ("cohere2", 1), ("smollm3", 1), ("smollm3", 0)])
+def test_each_layer_turns_queries_by_its_own_rotation(family, place):
+    """Gemma 3 rotates layers that attend everything by another base; Cohere 2 and a layer of SmolLM3 rotate none."""
+    model, ids, projected = build(family), prompt(20, 3), []
+    attention = model.model.layers[place].self_attn
+    last = getattr(attention, "q_norm", attention.q_proj)
+    hook = last.register_forward_hook(lambda m, a, out: projected.append(out))
+    observed = {}
+
+    class Watching(ExpectedAttention):
+        def scores(self, cache, obs, capacity):
+            observed[obs.layer] = obs
+            return super().scores(cache, obs, capacity)
+
+    try:
+        kvbench.prefill(model, ids, [Chain((Watching(kv_size=8),))])
+    finally:
+        hook.remove()
+    obs = observed[compressed_layers(model.config).index(place)]
+    queries = obs.queries(20)
+    plain = projected[-1].reshape(-1)
+    back = Rotary(obs.inv_freq).turn(queries, torch.arange(20), 0)
+    # q_norm gives heads before tokens, q_proj tokens before heads
+    ordered = back if hasattr(attention, "q_norm") else back.transpose(0, 1)
+    torch.testing.assert_close(ordered.reshape(-1), plain, atol=1e-4, rtol=1e-4)
+    assert bool(obs.inv_freq.any()) == (family == "gemma3_text" or place == 0)
 
 
 def test_learned_positions_are_refused():

@@ -1,6 +1,7 @@
 """KVzip: what the model looks at while it repeats its prompt stays."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
-from kvbench.engine import replay
+from kvbench.engine import prefill, replay
 from kvbench.kv.exact_attention import causal_softmax
-from kvbench.kv.model_shape import from_config
+from kvbench.kv.model_shape import compressed_layers, from_config
 from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.kvzip import KVzip
@@ -24,6 +25,7 @@ from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
 N = 50
+SHARED_LOCALS = [family for family in LOCALS if family in ("gemma3n_text", "gemma4_text")]
 
 
 class Words:
@@ -255,9 +257,54 @@ def test_impossible_requests_are_refused():
         kvbench.prefill(build("opt"), prompt(400), ["kvzip"])
 
 
-@pytest.mark.parametrize("family", LOCALS)
-def test_a_prompt_is_not_read_again_where_layers_are_local(family):
-    with pytest.raises(UsageError, match="layers are local"):
+def attended_by_the_model(model, ids):
+    """{layer: (query, keys, scale, cap, sinks)} of transformers' eager attention over ids."""
+    calls, module = {}, sys.modules[type(model).__module__]
+    own, before = module.eager_attention_forward, model.config._attn_implementation
+
+    def record(attention, query, key, value, mask, **options):
+        calls[attention.layer_idx] = query[0], key[0], *(options.get(name) for name in ("scaling", "softcap", "s_aux"))
+        return own(attention, query, key, value, mask, **options)
+
+    module.eager_attention_forward = record
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            model(ids[None], use_cache=False)
+    finally:
+        module.eager_attention_forward = own
+        model.set_attn_implementation(before)
+    return calls
+
+
+@pytest.mark.parametrize("family", sorted(set(LOCALS) - set(SHARED_LOCALS)))
+def test_a_pass_past_the_window_measures_what_the_model_itself_attends(family, monkeypatch):
+    """Local layers go on from their windows, which the repeated prompt leaves far behind."""
+    measured, model, ids, n = [], build(family), prompt(60), 60
+    own = prefill.replay_prompt
+    monkeypatch.setattr(prefill, "replay_prompt", lambda *a, **k: measured.append(own(*a, **k)) or measured[-1])
+    kvbench.prefill(model, ids, [{"method": "kvzip", "kv_ratio": 0.5, "instruction": "none"}])
+    calls = attended_by_the_model(model, torch.cat([ids, ids]))
+    compressed = compressed_layers(model.config)
+    assert len(measured[0]) == len(compressed) < len(calls)
+    for index, received in zip(compressed, measured[0], strict=True):
+        query, keys, scale, cap, sinks = calls[index]
+        logits = query[:, n:].double() @ keys.double().repeat_interleave(len(query) // len(keys), 0).transpose(1, 2)
+        logits = logits * scale
+        if cap is not None:
+            logits = (logits / cap).tanh() * cap
+        logits.masked_fill_(torch.ones(n, 2 * n, dtype=torch.bool).triu(n + 1), -torch.inf)
+        weights = logits.exp()
+        total = weights.sum(dim=2, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.double().exp()[:, None, None]
+        wanted = (weights / total)[:, :, :n].amax(dim=1)
+        torch.testing.assert_close(received.double(), wanted, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", SHARED_LOCALS)
+def test_a_prompt_is_not_read_again_where_layers_share_keys(family):
+    with pytest.raises(UsageError, match="layers read the keys of another layer"):
         kvbench.prefill(build(family), prompt(33), ["kvzip"])
 
 

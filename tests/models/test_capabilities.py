@@ -1,6 +1,5 @@
 """Any family that transformers' attention interface serves runs as it does in transformers, or is refused in words."""
 
-import inspect
 import json
 import shutil
 
@@ -12,7 +11,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gptj import modeling_gptj
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from transformers.models.nemotron import modeling_nemotron
-from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 import kvbench
 from kvbench.base.errors import Refused, UsageError
@@ -27,24 +25,21 @@ MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attenti
 NORM = "k_norm stands between"
 TURN = "rotates keys by another rule"
 OWN = "no projections of their own"
-LOCAL = "of its 3 layers are local"
-# some releases rotate the keys of all OLMo 3's layers alike
-BY_LAYER = "different ways" if "layer_type" in inspect.signature(Olmo3RotaryEmbedding.forward).parameters else ""
 RECURRENT = "none of its layers has keys|attention modules are not those of the layers"
 """By the types of the layers, or in releases that give none by their modules."""
 # family: config, why keys are not rotated anew, why low-rank methods do not run ("" where they are and do)
 SERVED = {
     "qwen3": (WIDE, "", NORM),
     "qwen3_moe": ({**WIDE, "num_experts": 4, "num_experts_per_tok": 2}, "", NORM),
-    "gemma2": ({**WIDE, "attn_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}, "softcapping", LOCAL),
+    "gemma2": ({**WIDE, "attn_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}, "softcapping", ""),
     "phi": ({**COMMON, "num_attention_heads": 4, "intermediate_size": 96}, "", ""),
     "phi3": (SMALL, "", OWN),
     "gemma": (WIDE, "", ""),
-    "gemma3_text": ({**WIDE, "query_pre_attn_scalar": 24}, "different ways", NORM),
+    "gemma3_text": ({**WIDE, "query_pre_attn_scalar": 24}, "", NORM),
     "gpt2": ({**COMMON, "num_attention_heads": 4}, "learns its positions", OWN),
     "olmo": (SMALL, "", ""),
     "olmo2": (SMALL, "", NORM),
-    "olmo3": (SMALL, BY_LAYER, NORM),
+    "olmo3": (SMALL, "", NORM),
     "granite": ({**SMALL, "attention_multiplier": 0.4}, "", ""),
     "starcoder2": (SMALL, "", ""),
     "stablelm": (SMALL, "", ""),

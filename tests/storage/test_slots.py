@@ -11,7 +11,7 @@ from support.families import build, prompt
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
-from kvbench.engine.step import find_rotary, step
+from kvbench.engine.step import find_rotaries, step
 from kvbench.kv.segment import Segment
 from kvbench.storage.evicting_store import Thin
 from kvbench.storage.roles import Rotary
@@ -91,7 +91,7 @@ def test_h2o_that_evicts_after_a_step_equals_a_slow_simulation():
 
 def test_turning_keys_equals_rotating_them_at_their_new_position():
     model = build("llama")
-    inv = find_rotary(model).inv_freq
+    inv = find_rotaries(model)[0].inv_freq
     k = torch.randn(2, 5, 2 * len(inv) + 3)
     rotary = Rotary(inv)
     at = torch.arange(5).expand(2, 5)
@@ -110,7 +110,7 @@ def test_turning_back_undoes_what_the_model_did_at_far_positions(far):
     cos, sin = inner(x, at)
     half = torch.cat((-x[..., 8:], x[..., :8]), dim=-1)
     near_cos, near_sin = inner(x, torch.arange(100, 106)[None])
-    turned = find_rotary(model).turn(x * cos + half * sin, at, torch.arange(100, 106)[None])
+    turned = find_rotaries(model)[0].turn(x * cos + half * sin, at, torch.arange(100, 106)[None])
     torch.testing.assert_close(turned, x * near_cos + half * near_sin, atol=2e-6, rtol=0)
 
 

@@ -456,10 +456,15 @@ def _reads_modules(stage: Stage) -> bool:
 
 def _explain_shape_conflict(stage: Stage, shape: Shape) -> str | None:
     """Return why a stage cannot run on any model whose cache has this shape, or None."""
-    # these stages reach into the model's own layers, but kvbench leaves local (sliding-window) layers alone
+    # a local layer behind dropped hidden states would lose tokens of its window
+    if shape.local_layers and stage.role == "hidden":
+        return (
+            f"{shape.local_layers} of its {shape.all_layers} layers are local, and would lose tokens of their windows "
+            "with the hidden states that it drops"
+        )
+    if shape.local_layers and stage.needs(1).call:
+        return f"{shape.local_layers} of its {shape.all_layers} layers are local, and it reads attention modules"
     reaches_into_layers = stage.adapts or stage.role == "hidden" or _reads_modules(stage)
-    if shape.local_layers and reaches_into_layers:
-        return f"{shape.local_layers} of its {shape.all_layers} layers are local, and it reaches into those"
     if shape.sharing_layers and (reaches_into_layers or stage.role == "share"):
         return f"{shape.sharing_layers} of its {shape.all_layers} layers read the keys of another layer"
     if shape.has_states and stage.role == "hidden":
@@ -493,7 +498,7 @@ def _explain_latent_conflict(stage: Stage) -> str | None:
 
 def _explain_conflict(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
-    reads_modules = _reads_modules(stage)
+    reads_modules = stage.needs(1).call
     reason = _explain_shape_conflict(stage, model.shape)
     if reason is not None:
         return reason
