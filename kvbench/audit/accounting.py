@@ -169,9 +169,8 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    # Local layers and states hold their bytes under every method.
-    payload = shape.fixed_bytes(n, itemsize)
-    overhead = shape.local_overhead(n)
+    local_payload, overhead = declare_local_layers(chain, shape, n, itemsize)
+    payload = local_payload + shape.state_bytes(itemsize)
     tokens = 0
     for layer, count in counts.items():
         blocks = []
@@ -196,6 +195,23 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         overhead=overhead,
         even=any(layer.expected.low != layer.expected.high for layer in counts),
     )
+
+
+def declare_local_layer(chain: Chain, tokens: int, kv_heads: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Return the (payload, overhead) bytes of a local layer that holds ``tokens`` tokens, by formula."""
+    exact_bytes = tokens * head_dim * itemsize
+    block = Block(tokens, key_bytes=exact_bytes, value_bytes=exact_bytes)
+    if chain.quantiser is not None and chain.local_coder is not None:
+        (block,) = chain.quantiser.packed_layout([block], head_dim, itemsize, pruner=None, layer=None)
+    payload = kv_heads * (block.key_bytes + block.value_bytes)
+    # all heads share one row of positions
+    return payload, POSITION_BYTES * tokens + kv_heads * block.fixed_overhead
+
+
+def declare_local_layers(chain: Chain, shape: Shape, n: int, itemsize: int) -> tuple[int, int]:
+    """Return the (payload, overhead) bytes of all local layers after a prompt of n tokens, by formula."""
+    payload, overhead = declare_local_layer(chain, min(n, shape.window), *shape.local_heads, itemsize)
+    return shape.local_layers * payload, shape.local_layers * overhead
 
 
 def _declare_overhead(chain: Chain, layer: LayerTokens, blocks: Sequence[Sequence[Block]], shape: Shape) -> int:
@@ -357,7 +373,8 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
                 chain, slots, shape, itemsize=itemsize, layer=layer.layout_layer
             )
         layer_bytes.append(count * sum(bytes_by_size[slots] for slots in layer.sizes))
-    return sum(layer_bytes) + shape.fixed_bytes(n, itemsize)
+    local_payload, _ = declare_local_layers(chain, shape, n, itemsize)
+    return sum(layer_bytes) + local_payload + shape.state_bytes(itemsize)
 
 
 def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: int, layer: int) -> float:

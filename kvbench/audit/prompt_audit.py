@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvbench.audit.accounting import HALF, overhead_bytes
+from kvbench.audit.accounting import HALF, declare_local_layer, overhead_bytes
 from kvbench.audit.pages import pages_freed
 from kvbench.base.errors import Refused
-from kvbench.kv.model_shape import POSITION_BYTES, CacheShape
+from kvbench.kv.model_shape import CacheShape
 from kvbench.kv.ops import key_heads
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, Segment, storage_bytes
@@ -105,11 +105,12 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     # keys alone if these are their own values
     tensors = 1 if shape.own_values else 2
     full_numbers = tensors * n_layers * shape.kv_heads * n * shape.head_dim
-    local_numbers, local_overhead = _audit_local_layers(cache, shape, sums.storages)
+    local = _audit_local_layers(cache, shape, sums.storages)
     states = _audit_states(cache, sums.storages)
-    # the payload that every method has alike, that of local layers and states: as held, and at 16 bits
-    fixed = local_numbers * shape.itemsize + states.bytes
-    fixed16 = local_numbers * HALF + states.bytes16
+    # the payload beside the layers that methods compress: as held, and at 16 bits
+    fixed = local.payload + states.bytes
+    fixed16 = local.payload16 + states.bytes16
+    full_fixed, full_fixed16 = local.numbers * shape.itemsize + states.bytes, local.numbers * HALF + states.bytes16
     if chain.lowrank:
         # latents are one head that all others read
         payload_kv_head, payload_query_head = sums.payload, sums.payload
@@ -122,13 +123,13 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
         kept=sums.tokens / sums.heads,
         nominal=chain.nominal(n),
         payload=sums.payload + fixed,
-        overhead=sums.overhead + local_overhead,
-        full_bytes=full_numbers * shape.itemsize + fixed,
+        overhead=sums.overhead + local.overhead,
+        full_bytes=full_numbers * shape.itemsize + full_fixed,
         payload_kv_head=payload_kv_head + fixed,
         payload_query_head=payload_query_head + fixed,
         payload16=sums.payload16 + fixed16,
-        overhead16=sums.overhead16 + local_overhead,
-        full16=full_numbers * HALF + fixed16,
+        overhead16=sums.overhead16 + local.overhead,
+        full16=full_numbers * HALF + full_fixed16,
         pages_freed=pages_freed(cache.layers, n),
     )
 
@@ -172,31 +173,45 @@ def _audit_layer(cache: PromptCache, index: int, shape: CacheShape, sums: _Sums)
     sums.query_heads += layer.query_heads
 
 
-def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses: set[int]) -> tuple[int, int]:
-    """Return (count of numbers in keys and values, overhead bytes) that local layers hold.
+class _LocalLayers(NamedTuple):
+    """The sizes of all local layers.
+
+    numbers: the count of numbers in the keys and values of their tokens.
+    payload, overhead: the bytes held.
+    payload16: the bytes that the payload takes if exact numbers have 16 bits, by formula.
+    """
+
+    numbers: int
+    payload: int
+    overhead: int
+    payload16: int
+
+
+def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses: set[int]) -> _LocalLayers:
+    """Return the sizes of the local layers.
 
     storage_addresses: the addresses of all storages met so far, to which those of these layers are added.
 
-    Raises Refused unless each layer holds the last tokens of its window, and nothing else.
+    Raises Refused unless each layer holds the last tokens of its window as the chain stores them, and nothing else.
     """
     kv_heads, head_dim = shape.local_heads or (shape.kv_heads, shape.head_dim)
-    total_numbers, total_overhead = 0, 0
+    total_numbers, total_payload, total_overhead, total16 = 0, 0, 0, 0
     for i, layer in enumerate(cache.local):
         counts = check_positions("the model", layer, i, n=cache.prompt_tokens, heads=kv_heads)
         check_storages("the model", layer, i, storage_addresses)
         # every local layer has a window: ``or 0`` is for the type alone
         tokens = min(cache.prompt_tokens, layer.window or 0)
-        # keys and values; all heads share one row of positions
-        numbers = 2 * kv_heads * tokens * head_dim
-        overhead = POSITION_BYTES * tokens
-        if set(counts) != {tokens} or layer.nbytes() != numbers * shape.itemsize + overhead:
+        payload, overhead = declare_local_layer(cache.chain, tokens, kv_heads, head_dim, shape.itemsize)
+        if set(counts) != {tokens} or layer.nbytes() != payload + overhead:
             raise Refused(
                 f"local layer {i} holds {layer.nbytes()} bytes for {_describe_counts(counts)} tokens per head, "
-                f"its window of {layer.window} has {tokens}"
+                f"its window of {layer.window} has {tokens} in {payload + overhead} bytes"
             )
-        total_numbers += numbers
+        total_numbers += 2 * kv_heads * tokens * head_dim
+        total_payload += payload
         total_overhead += overhead
-    return total_numbers, total_overhead
+        total16 += declare_local_layer(cache.chain, tokens, kv_heads, head_dim, HALF)[0]
+    return _LocalLayers(total_numbers, total_payload, total_overhead, total16)
 
 
 class _States(NamedTuple):

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
+from kvbench.audit.accounting import HALF, HeldBytes, bytes_held, declare_local_layers
 from kvbench.audit.pages import pages_freed
 from kvbench.audit.prompt_audit import (
     check_positions,
@@ -225,14 +225,15 @@ def measure_bytes(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Mea
         overhead += alike * layer_overhead
         total16 += alike * sum(_apply_formulas(chain, shape, n, i, layer, tokens_by_head, HALF))
     if shape.local_layers:
-        # layers with a sliding window, never compressed by a method
+        # layers with a sliding window: formats alone code them
         local_kv_heads, local_head_dim = shape.local_heads
         k, v = _draw_keys_and_values(local_kv_heads, n, local_head_dim, local_head_dim, dtype)
-        local = ops.local(k, v, shape.window, shape.query_heads)
+        local = chain.store_local(ops.local(k, v, shape.window, shape.query_heads))
         held += bytes_held(local).times(shape.local_layers)
-        payload += shape.local_bytes(n, itemsize)
-        overhead += shape.local_overhead(n)
-        total16 += shape.local_bytes(n, HALF) + shape.local_overhead(n)
+        local_payload, local_overhead = declare_local_layers(chain, shape, n, itemsize)
+        payload += local_payload
+        overhead += local_overhead
+        total16 += sum(declare_local_layers(chain, shape, n, HALF))
     # states are counted as the formula counts them: no method changes them
     state_bytes = shape.state_bytes(itemsize)
     held += HeldBytes(exact=state_bytes)

@@ -163,7 +163,8 @@ class _PassReceiver:
 
     members: the chains of the pass, each as (chain, number of tokens that its cache covers).
     layers: the compressed layers of each chain.
-    local: the local layers by number of tokens. All chains share them.
+    local: the local layers by number of tokens, exact. All chains share them.
+    local_of: the local layers of each chain, as its format stores them.
     states: the states at the end of the prompt, of the layers that hold a state. All chains share them.
     spent: the seconds of each chain, and as the last number the seconds of copies and checks.
     """
@@ -173,6 +174,7 @@ class _PassReceiver:
         self.query_heads = query_heads
         self.layers = [CompressedLayers(chain) for chain in chains]
         self.local: dict[int, list[LayerCache]] = {}
+        self.local_of: list[list[LayerCache]] = [[] for _ in chains]
         self.states: tuple[LayerState, ...] = ()
         self.spent = [0.0] * (len(chains) + 1)
 
@@ -208,6 +210,13 @@ class _PassReceiver:
         """Keep the next local layer, as it is after the first n tokens."""
         self.local.setdefault(n, []).append(layer)
 
+    def store_local(self) -> None:
+        """Store the local layers of each chain as its format does, and charge the chain for it."""
+        for i, (chain, n) in enumerate(self.members):
+            for layer in self.local.get(n, ()):
+                with _clock(layer.segments[0].k.device, self.spent, i):
+                    self.local_of[i].append(chain.store_local(layer))
+
     def on_states(self, states: tuple[LayerState, ...]) -> None:
         """Keep the states at the end of the prompt."""
         self.states = states
@@ -241,7 +250,7 @@ class _PassReceiver:
                 compress_s=self.spent[i] + sum(colsums_s[n, bits] for bits in widths),
                 model=weakref.ref(model),
                 mismatch=self.layers[i].mismatch,
-                local=tuple(self.local.get(n, ())),
+                local=tuple(self.local_of[i]),
                 states=self.states,
                 long=is_beyond_turn(model, n),
             )
@@ -297,6 +306,7 @@ def _run_shared_pass(
         for n, bits in colsums_s:
             colsums_s[n, bits] += prefix_end.colsums_s[bits]
     _replay_prompt(model, ids, receiver, reading.tokenizer)
+    receiver.store_local()
     return receiver.build_caches(model, logits, forward_s, colsums_s)
 
 

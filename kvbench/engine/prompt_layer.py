@@ -129,10 +129,10 @@ class PromptLayer(KvbenchLayer):
             return self._attend_lent(query, scale, window)
         assert self.keys is not None and self.values is not None
         q, keys, values = query[0], self.keys[0], self.values[0]
-        if self.chunk is not None:
-            return self._attend_chunks(q, keys, values, scale, self.chunk)
         if self.read is not None:
             keys, values = self.read(keys, values)
+        if self.chunk is not None:
+            return self._attend_chunks(q, keys, values, scale, self.chunk)
         # blocks are found by the layer's own keys, not by those that ``read`` returns
         blocks = self._find_blocks(self.keys[0])
         fused = self._attend_with_lse(q, keys, values, scale=scale, window=window, in_blocks=bool(blocks))

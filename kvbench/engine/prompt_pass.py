@@ -196,7 +196,11 @@ class _PromptPass:
         local, lending = local_layers(config), lending_layers(config)
         for index in key_layers(config):
             if index in local:
-                self.layers[index] = PromptLayer(needs={}, plain=plain, lends=index in lending, chunk=self.chunk)
+                quantiser = self.chain.quantiser
+                read = quantiser.read if quantiser is not None and quantiser.codes_local else None
+                self.layers[index] = PromptLayer(
+                    needs={}, plain=plain, read=read, lends=index in lending, chunk=self.chunk
+                )
                 continue
             number = len(self.compressed_layers)
             start = starts[number] if starts else None

@@ -108,7 +108,7 @@ def build(
                 cache=cache,
                 layer=number,
                 masker=chain.masker(number),
-                coder=chain.coder_at(number),
+                coder=chain.local_coder if is_local else chain.coder_at(number),
                 evictor=evictor,
                 lift=lift,
                 rotary=rotary,

@@ -451,7 +451,7 @@ def _find_rotation_fault(model: PreTrainedModel, modules: list[nn.Module]) -> st
 def layer_frequencies(model: PreTrainedModel) -> Sequence[Tensor | None]:
     """Return the frequencies [r / 2] by which each compressed layer rotates its keys, in layer order.
 
-    Zeros stand for a layer that does not rotate, and None for one whose rule is another, or whose positions are learned.
+    Zeros stand for a layer that does not rotate, and None for one with another rule, or with learned positions.
     """
     if model.config.model_type in READ:
         return stated_frequencies(model)

@@ -459,9 +459,9 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
         "rope_scaling": cfg.model.rope_scaling,
         "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
     }
-    # an earlier version compressed local layers: this fact tells its results from today's
+    # earlier versions compressed local layers, or left them exact under formats: this fact tells their results apart
     if local_layers(source.config):
-        facts["local"] = "passed through"
+        facts["local"] = "coded by formats"
     return facts
 
 

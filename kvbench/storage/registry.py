@@ -9,11 +9,11 @@ from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.exact_rows import ExactRows
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.latent_rows import LatentRows
-from kvbench.storage.local_rows import LocalRows
+from kvbench.storage.local_rows import CodedLocalRows, LocalRows
 from kvbench.storage.packed_rows import PackedRows
 
 # ExactRows takes every row, so it comes last
-FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, PackedRows, ExactRows)
+FORMATS: tuple[type[Format], ...] = (CodedLocalRows, LocalRows, EvictingRows, LatentRows, PackedRows, ExactRows)
 """The formats in order of preference. A row is stored in the first format that takes it."""
 
 

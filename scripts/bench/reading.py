@@ -137,9 +137,8 @@ def bands(repeats: int, tokens: int = 8192, window: int = 512) -> None:
         },
         repeats,
     )
-    print(
-        f"a window of {window} over {tokens} tokens, all pairs / band: {median_ratio(times['pairs'], times['band']):.1f}x"
-    )
+    gain = median_ratio(times["pairs"], times["band"])
+    print(f"a window of {window} over {tokens} tokens, all pairs / band: {gain:.1f}x")
 
 
 def main() -> int:

@@ -194,7 +194,7 @@ def test_a_run_says_which_layers_pass_through_and_stores_bytes_of_all(tmp_path, 
     (identity,) = {
         json.loads(p.read_text())["identity"]["model"]["local"] for p in tmp_path.glob("r/cells/*/cell.json")
     }
-    assert identity == "passed through"
+    assert identity == "coded by formats"
     assert "local" not in prepare("model=tiny", "dataset=tiny/needle").groups[0].cells[0].identity["model"]
     local = 2 * 2 * 2 * 16 * WINDOW * 4
     assert small["kept"] == 20 and small["payload"] == 3 * 2 * 2 * 20 * 16 * 4 + local

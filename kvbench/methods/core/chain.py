@@ -198,6 +198,20 @@ class Chain:
             return None
         return self.quantiser.coder(self.packed_pruner, layer)
 
+    @property
+    def local_coder(self) -> Coder | None:
+        """The coder of local layers; None if these stay exact."""
+        if self.quantiser is None or not self.quantiser.codes_local:
+            return None
+        return self.quantiser.coder(pruner=None)
+
+    def store_local(self, layer: LayerCache) -> LayerCache:
+        """Return a local layer as the chain's format stores it: the layer itself, unless the format codes it."""
+        coder = self.local_coder
+        if self.quantiser is None or coder is None:
+            return layer
+        return self.quantiser.encode_by(layer, coder)
+
     def first_alike(self, layer: int) -> int:
         """Return the first layer whose tokens take as many bytes each as the tokens of ``layer``.
 
@@ -300,6 +314,9 @@ class Chain:
             stage.check_layers(model.shape.layers)
         if self.quantiser is not None:
             self.quantiser.check_width(model.shape.head_dim)
+            if self.quantiser.codes_local:
+                _, local_head_dim = model.shape.local_heads
+                self.quantiser.check_width(local_head_dim)
         # rolled keys are turned to new positions, and only rotary embeddings allow that
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:

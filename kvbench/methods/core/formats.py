@@ -33,6 +33,7 @@ class StorageFormat(Quantiser):
     residual: R, the number of new tokens that gather exactly before all R are stored together. 0 stores each at once.
     values: another format for values by its name, such as ``q4_0`` beside keys in q8_0. Null keeps the method's own.
     exact_layers: the numbers of layers whose tokens all stay exact.
+    local: ``exact`` leaves local layers (sliding windows, chunks) exact. Null codes their tokens, too, as engines do.
     code_prefill: True lets the prompt's own attention read stored keys and values as well, as in engines that read a
     prompt in pieces.
 
@@ -48,6 +49,7 @@ class StorageFormat(Quantiser):
     values: str | None = knob(None, one_of(*NAMED))
     code_prefill: bool = False
     exact_layers: tuple[int, ...] = ()
+    local: str | None = knob(None, one_of("exact"))
 
     def check(self) -> None:
         super().check()
@@ -59,6 +61,10 @@ class StorageFormat(Quantiser):
 
     def check_layers(self, n_layers: int) -> None:
         self.require_layers("exact_layers", n_layers)
+
+    @property
+    def codes_local(self) -> bool:  # type: ignore[override]
+        return self.local is None
 
     def packs_in(self, layer: int) -> bool:
         return layer not in self.exact_layers
@@ -103,6 +109,8 @@ class StorageFormat(Quantiser):
         key = f"{self.codec('k')} {self.codec('v')}"
         if self.only:
             key += f" only={self.only}"
+        if self.local:
+            key += f" local={self.local}"
         return key
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

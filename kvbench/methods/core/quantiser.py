@@ -45,12 +45,14 @@ class Quantiser(Stage, Packer):
 
     by_token: True if each token is packed alone and at once, so that any of them can be evicted.
     grows: False if tokens after the prompt stay exact.
+    codes_local: True if the tokens of local layers are packed as well.
     """
 
     role: ClassVar[Role] = "quantise"
     on_latents: ClassVar[str] = "it quantises keys and values by rules of their own, and a latent is both at once"
     by_token: ClassVar[bool] = False
     grows: ClassVar[bool] = True
+    codes_local: ClassVar[bool] = False
 
     only: str | None = knob(None, one_of("keys", "values"))
 
@@ -112,13 +114,14 @@ class Quantiser(Stage, Packer):
         itemsize: int,
         *,
         pruner: ChannelPruner | None,
-        layer: int,
+        layer: int | None,
         own_values: bool = False,
     ) -> list[Block]:
         """Return the block of a stored head, the only one of ``blocks``, with its bytes after packing.
 
-        An exact number takes ``itemsize`` bytes. With a ``pruner``, packed tokens have only the channels that it keeps.
-        With ``own_values``, keys are their own values, and nothing is stored as values.
+        An exact number takes ``itemsize`` bytes. ``layer`` is None for a local layer. With a ``pruner``, packed tokens
+        have only the channels that it keeps. With ``own_values``, keys are their own values, and nothing is stored as
+        values.
         """
         # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
@@ -161,7 +164,6 @@ class Quantiser(Stage, Packer):
         """
         cache = ops.expand(cache)
         segment = ops.only_segment(cache)
-        self.check_width(segment.k.shape[2])
         coder = self.coder(pruner, obs.layer)
         key_channels, value_channels = None, None
         if pruner is not None:
@@ -172,6 +174,23 @@ class Quantiser(Stage, Packer):
             key_channels, value_channels = pruner.choose_channels(
                 cache, obs, scored_keys=scored_keys, scored_values=scored_values
             )
+        return self.encode_by(cache, coder, key_channels, value_channels)
+
+    def encode_by(
+        self,
+        cache: LayerCache,
+        coder: Coder,
+        key_channels: torch.Tensor | None = None,
+        value_channels: torch.Tensor | None = None,
+    ) -> LayerCache:
+        """Return the cache of one layer with the tokens packed that ``coder`` says.
+
+        key_channels, value_channels: [H, T], the channels that packed tokens keep; None for all.
+
+        Raises UsageError if the heads have a number of channels that cannot be packed.
+        """
+        segment = ops.only_segment(cache)
+        self.check_width(segment.k.shape[2])
         k_codes, k_counts, k = self._pack(segment, "k", coder.keys, channels=key_channels)
         v_codes, v_counts, v = self._pack(segment, "v", coder.values, channels=value_channels)
         segment = replace(segment, k=k, v=v, codes=Codes(k_codes, v_codes, k_counts, v_counts))
