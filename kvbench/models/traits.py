@@ -442,8 +442,9 @@ def _find_rotation_fault(model: PreTrainedModel, modules: list[nn.Module]) -> st
     # a probe tells most families' rules; without weights there is none, and layers that all rotate show their own:
     # by halves [x1, x2] becomes [-x2, x1], hence 0 1 2 3 becomes -2 -3 0 1; other families rotate neighbours
     rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
-    mixes_rules = bool(local_layers(model.config)) or rotate_half is None
-    if not mixes_rules and rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
+    if local_layers(model.config) or rotate_half is None:
+        return None
+    if rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
     return None
 

@@ -223,7 +223,7 @@ class _Half:
         coded_to = []
         for u, (packed, tokens, at) in enumerate(zip(codes, exact, positions, strict=True)):
             count = packed.shape[1]
-            self._write_codes(torch.tensor([u], device=device), packed[None], at[None, :count])
+            self._write_codes(torch.tensor([u], device=device), packed.map(lambda t: t[None]), at[None, :count])
             self._write_exact(torch.tensor([u], device=device), tokens[None], at[None, count:])
             # without a coded token, the first exact one tells where coding will begin
             coded_to.append(int(at[0]) + count - 1)
