@@ -16,6 +16,7 @@ from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
 from kvbench.base.visible import VisibleStream, say
 from kvbench.cli.verbs import VERBS, guess_verbs, write_overview
+from kvbench.methods.core.loading import locate_error
 
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
@@ -81,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # any other error must end in a message, too
         say(
-            f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
-            "Set the environment variable KVBENCH_DEBUG=1 to see where it happened, and please report it"
+            f"internal error, {locate_error(error, '')}. Finished answers are safe. The environment variable "
+            "KVBENCH_DEBUG=1 shows all calls that led there. Please report it unless it is in code of your own"
         )
         return 1
 

@@ -24,8 +24,6 @@ from kvbench.engine.step import BatchLayers, build, give_up_caches, step
 from kvbench.engine.stopping import Ending, draw_token, forbid_tokens
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.walls import contained
-from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 ENDED_SHARE = 0.25
@@ -177,11 +175,9 @@ class DecodeBatch(Generic[Key]):
         chain = all_rows[0].chain
         ended: list[AnsweringRow[Key]] = []
         until_all_end = self.adapts
-        walls = contained(chain.name, chain.foreign)  # rows of a foreign chain run alone, see Chain.batch_key
-        with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
+        with torch.no_grad(), adapted(self.model, chain), attached(self.model):
             while len(self) and (until_all_end or not ended):
                 start = time.perf_counter()
-                note_progress()
                 entering_rows, self.entering = self.entering, []
                 # ended rows are fed on, but time is divided among the running rows only
                 running_rows = self._select_unfinished_rows() + entering_rows

@@ -19,7 +19,6 @@ from kvbench.engine.step import BatchLayers, build, step
 from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.models.traits import reads_one_by_one
 
@@ -104,7 +103,7 @@ def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, 
     # all chains change the model alike (``group_by_batch``), so the first speaks for all
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
-    with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
+    with torch.no_grad(), adapted(model, chain), attached(model):
         # alone: of several tokens, each is packed and read as if it came in a step of its own
         batch = build(model, caches, capacity=len(ids), at_once=size, alone=True)
         for start in range(0, len(ids), size):

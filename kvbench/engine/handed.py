@@ -1,71 +1,38 @@
-"""One layer of a prompt as it is handed to a chain, and the check that the chain leaves it unchanged."""
+"""The check that a chain writes into nothing that it is handed, since chains share these tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 
 from torch import Tensor
 
 from kvbench.base.errors import Refused
-from kvbench.kv.content import have_same_bits
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
 
-
-class HandedLayer:
-    """One layer's ``cache`` and ``obs`` (observation) as they are handed to one chain.
-
-    A foreign chain, whose code is not all kvbench's own, gets copies. It may write into them at any time and in any way
-    without reaching other methods, and ``check`` compares their bits with the originals. kvbench's own chains share the
-    tensors. For them ``check`` compares each tensor's version, which PyTorch increments at every write in place.
-    """
-
-    def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
-        self.chain, self.cache, self.obs = chain, cache, obs
-        self._tensors = list(_name_tensors(cache, obs))  # (name, tensor)
-        self._copies: list[Tensor] = []  # a foreign chain has a copy of each tensor here
-        self._versions: list[int] = []  # kvbench's own chains have the version of each tensor here
-        if chain.foreign:
-            # deepcopy copies a tensor once even if it occurs twice, so that copies share memory as the tensors do
-            self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))
-            self._copies = [t for _, t in _name_tensors(self.cache, self.obs)]
-        else:
-            self._tensors += [("a result of Observation.once", t) for t in _find_tensors(obs.scratch)]
-            self._versions = [_count_writes(t) for _, t in self._tensors]
-
-    def check(self) -> None:
-        """Raise Refused, with the name of the first changed tensor, if the chain has changed a tensor."""
-        changed_names: list[str] = []
-        if self.chain.foreign:
-            for (name, t), copy in zip(self._tensors, self._copies, strict=True):
-                # an unchanged copy still has its storage and exactly the bits of the tensor
-                if copy.untyped_storage().nbytes() < copy.nbytes or not have_same_bits(t, copy):
-                    changed_names.append(name)
-        else:
-            for (name, t), version in zip(self._tensors, self._versions, strict=True):
-                if _count_writes(t) != version:
-                    changed_names.append(name)
-        if changed_names:
-            raise Refused(
-                f"{self.chain.name} changes what it is handed in place: {changed_names[0]} of layer {self.obs.layer}; "
-                "clone first"
-            )
+Version = tuple[str, Tensor, int]
+"""A name for messages, a tensor, and its version, which PyTorch increments at every write in place."""
 
 
-def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name for messages, tensor) for all tensors that a chain receives, except those in ``obs.scratch``."""
+def note_versions(cache: LayerCache, obs: Observation) -> list[Version]:
+    """Return the versions of all tensors that a chain is handed of one layer."""
+    tensors = []
     for segment in cache.segments:
-        yield "keys", segment.k
-        yield "values", segment.v
-        yield "positions", segment.positions
+        tensors += [("keys", segment.k), ("values", segment.v), ("positions", segment.positions)]
     for f in fields(obs):
-        # ``scratch`` is left out, because chains share it and fill it while they run
-        if f.name != "scratch":
-            for t in _find_tensors(getattr(obs, f.name)):
-                yield f.name, t
+        name = "a result of Observation.once" if f.name == "scratch" else f.name
+        tensors += [(name, t) for t in _find_tensors(getattr(obs, f.name))]
+    # PyTorch does not count writes into inference tensors
+    return [(name, t, t._version) for name, t in tensors if not t.is_inference()]
+
+
+def check_unwritten(versions: Sequence[Version], chain: Chain, layer: int) -> None:
+    """Raise Refused, with the name of the first changed tensor, if ``chain`` has written into one in place."""
+    for name, t, version in versions:
+        if t._version != version:
+            raise Refused(f"{chain.name} changes what it is handed in place: {name} of layer {layer}; clone first")
 
 
 def _find_tensors(value: object) -> Iterator[Tensor]:
@@ -80,10 +47,3 @@ def _find_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _find_tensors(item)
-
-
-def _count_writes(t: Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for inference tensors, whose writes PyTorch does not count."""
-    if t.is_inference():
-        return 0
-    return t._version

@@ -34,7 +34,6 @@ from kvbench.engine.step import BatchLayers, build, step
 from kvbench.kv.model_shape import CacheShape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 from kvbench.models.releases import caches_among, named_cache
 
@@ -217,8 +216,7 @@ class TransformersCache(HFCache):
             warn_beyond_context(model, len(self.ids) + len(new_ids), stacklevel=3)
         if state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
-            with contained(self.chain.name, self.chain.foreign):
-                self._measured = audit(state, cache_shape(model))
+            self._measured = audit(state, cache_shape(model))
         else:
             state = extend_cache(model, state, new_ids)
         self._state = state
@@ -238,7 +236,7 @@ class TransformersCache(HFCache):
         assert state is not None, "the first pass reads the prompt"
         check_continuation(model, state, self._fed + 1)
         try:
-            with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
+            with torch.no_grad(), adapted(model, chain), attached(model):
                 if self._batch is None:
                     self._batch = build(model, [state], capacity=self._room)
                 position = torch.full_like(ids, state.seen + self._fed)

@@ -48,22 +48,10 @@ class CompressedLayers:
         for stage in self._first_stages:
             dense = self.chain.run(stage, dense, obs)
         # each new layer changes the shares of all layers, so that earlier layers may be trimmed again
-        untrimmed = [*self.caches, dense]
-        self.caches = balancer.rebalance(untrimmed, obs.n_layers)
-        if self.chain.foreign:
-            # kvbench's own stages only drop tokens here; foreign code is checked at every trimming
-            self._compare_trimmed(untrimmed)
+        self.caches = balancer.rebalance([*self.caches, dense], obs.n_layers)
         self._observations.append(self._reduce_observation(obs))
         if len(self.caches) == obs.n_layers and self.chain.replayer is None:
             self._run_later_stages()
-
-    def _compare_trimmed(self, untrimmed: Sequence[LayerCache]) -> None:
-        """Compare each layer of ``caches`` with the same layer of ``untrimmed``, from which it was trimmed."""
-        for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
-            source = previous.segments[0]
-            # a comparison needs a source whose heads hold the same tokens, as those of an untrimmed layer do
-            if source.positions.shape[0] == 1 and source.lengths is None:
-                self._compare(i, trimmed, source, all_read=False)
 
     def _run_later_stages(self) -> None:
         """Run the stages after the rebalancing stage, once the shares of that stage are final.

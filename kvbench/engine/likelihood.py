@@ -18,8 +18,6 @@ from kvbench.engine.patches import adapted, group_by_batch
 from kvbench.engine.prefill import prepare_ids
 from kvbench.engine.step import build, step
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.walls import contained
-from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 from kvbench.models.traits import reads_one_by_one
 
@@ -206,11 +204,10 @@ def _force(
     # the prompt's own logits predict the first token
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
-    with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
+    with adapted(model, chain), torch.no_grad(), attached(model):
         batch = build(model, caches, capacity=len(ids), at_once=chunk, alone=alone)
         # the last token is never fed, because nothing follows it
         for start in range(0, len(ids) - 1, chunk):
-            note_progress()
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
             first_position = prompt_tokens + start
             positions = torch.arange(first_position, first_position + len(chunk_ids), device=ids.device)

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
+from kvbench.engine.draws import seed_generators, seeded
 from kvbench.engine.finite import check_finite
-from kvbench.engine.handed import HandedLayer
+from kvbench.engine.handed import check_unwritten, note_versions
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.limits import check_capacity, check_window, is_beyond_turn
 from kvbench.engine.patches import adapted
@@ -37,7 +38,6 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.recipe import Observe
 from kvbench.methods.core.replaying import Replay
-from kvbench.methods.core.walls import contained, seed_of
 from kvbench.models import traits
 from kvbench.models.interface import synchronise
 from kvbench.models.traits import ModelTraits
@@ -78,11 +78,8 @@ def prefill_chains(
     for members in _group_by_pass(model, len(ids), chains, lengths):
         pass_chains = [chains[i] for i in members]
         pass_lengths = [lengths[i] for i in members]
-        foreign = [chain.name for chain in pass_chains if chain.foreign]
-        # the model itself takes most of this time, so a long wait is not blamed on a method
-        walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
         # chains of one prefill key compute the prompt alike, so the first may adapt the model for all
-        with walls, adapted(model, pass_chains[0]):
+        with seeded(), adapted(model, pass_chains[0]):
             pass_caches = _run_shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
         caches.update(zip(members, pass_caches, strict=True))
     return [caches[i] for i in range(len(chains))]
@@ -143,7 +140,7 @@ def _must_end_with_cache(model: PreTrainedModel, chain: Chain, n: int) -> bool:
     All other caches can be cut out of a pass over a longer prompt.
     """
     # in a longer pass, such chains would see or change more than the first n tokens
-    if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
+    if chain.prefill_key or chain.replayer or chain.needs(n).call:
         return True
     # a state at the end of a longer prompt cannot be cut back to n tokens
     return bool(state_layers(model.config))
@@ -197,13 +194,14 @@ class _PassReceiver:
             # the time of the shared dense cache is charged to no chain
             with _clock(k.device, self.spent, NO_CHAIN):
                 shared_cache = obs.once((ops.dense, heads), dense)
-                handed = HandedLayer(chain, shared_cache, obs)
-            walls = contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer))
-            with walls, _clock(k.device, self.spent, i):
-                self.layers[i].add_layer(handed.cache, handed.obs)
+                versions = note_versions(shared_cache, obs)
+                # a method's draws depend on no other method and no other prompt
+                seed_generators(obs.prompt, obs.layer)
+            with _clock(k.device, self.spent, i):
+                self.layers[i].add_layer(shared_cache, obs)
             # the check must come while the prompt's own keys and values still exist
             with _clock(k.device, self.spent, NO_CHAIN):
-                handed.check()
+                check_unwritten(versions, chain, obs.layer)
                 self.layers[i].compare_newest(shared_cache.segments[0], obs)
 
     def on_local(self, layer: LayerCache, n: int) -> None:

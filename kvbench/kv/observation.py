@@ -65,10 +65,6 @@ class AttentionCall:
     kwargs: Mapping[str, Any]
     rotary: Any = None
 
-    def __deepcopy__(self, memo: Any) -> AttentionCall:
-        # each method gets a copy of its observation; copying the module would copy the model's weights
-        return self
-
 
 @dataclass(frozen=True)
 class Observation:

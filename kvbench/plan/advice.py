@@ -84,13 +84,12 @@ def about_left_out(tasks: Sequence[Task]) -> list[str]:
 def about_larger_caches(chains: Sequence[ChainConfig], shape: Shape, n: int) -> list[str]:
     """Return a note for each combination whose cache of n tokens is larger than that of one of its methods alone.
 
-    The bytes are those of the formula, at 16 bits. Methods of the user's own and methods whose bytes depend on the text
-    have no note.
+    The bytes are those of the formula, at 16 bits. Methods whose bytes depend on the text have no note.
     """
     notes = []
     for entry in chains:
         chain = entry.chain
-        held = None if chain.foreign else _count_bytes(chain, shape, n)
+        held = _count_bytes(chain, shape, n)
         if held is None:
             continue
         for stage in chain.stages:

@@ -314,25 +314,20 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
-    """Return the groups in rounds: first kvbench's own methods, then the methods with the same foreign classes.
+    """Return the groups in at most two rounds: first kvbench's own methods, then those from outside.
 
-    kvbench's own answers are stored before foreign methods run, so that they cannot change them. Until then, a run has
-    only imported their files and asked them for budgets and bytes. Each round reads its prompts anew. Groups without
-    cells in a round are left out.
+    So the answers of kvbench's own methods are stored before a user's code compresses anything. Each round reads its
+    prompts anew. Groups without cells in a round are left out.
     """
-    # the foreign classes that methods use together; a dictionary keeps their order
-    class_sets: dict[tuple[str, ...], None] = {}
-    for group in groups:
-        class_sets |= dict.fromkeys(cell.chain.foreign_stages for cell in group.cells)
     groups_by_round = []
-    # kvbench's own methods have no foreign class, so they come first
-    for foreign_classes in sorted(class_sets, key=len):
+    for foreign in (False, True):
         groups_of_round = []
         for group in groups:
-            cells = tuple(cell for cell in group.cells if cell.chain.foreign_stages == foreign_classes)
+            cells = tuple(cell for cell in group.cells if cell.chain.foreign == foreign)
             if cells:
                 groups_of_round.append(replace(group, cells=cells))
-        groups_by_round.append(tuple(groups_of_round))
+        if groups_of_round:
+            groups_by_round.append(tuple(groups_of_round))
     return groups_by_round
 
 

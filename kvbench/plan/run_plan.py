@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import default_rows
@@ -21,10 +21,8 @@ from kvbench.engine.shared_prefix import check_pieces
 from kvbench.kv.model_shape import local_layers
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Request
-from kvbench.methods.core.shared_functions import Functions
-from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
-from kvbench.plan import equal_memory, foreign
+from kvbench.plan import equal_memory
 from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_larger_caches, about_left_out, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
@@ -83,8 +81,7 @@ class RunPlan:
     session: reads and computes the calibrations of this model.
     matched: the chains whose kv_size was chosen for equal memory.
     model: a model that the user has loaded; None if the checkpoint's weights are loaded.
-    unplanned: the reasons why foreign methods are left out, by label. Such a method fails when the run is planned.
-    refused: the reasons why methods cannot run on this model, by label. They are left out, too.
+    refused: the reasons why methods cannot run on this model, by label. They are left out.
     """
 
     cfg: RunConfig
@@ -97,7 +94,6 @@ class RunPlan:
     session: Session
     matched: tuple[equal_memory.Matched, ...] = ()
     model: PreTrainedModel | None = None
-    unplanned: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
@@ -222,18 +218,6 @@ class RunPlan:
 
     def estimate(self, group: Group) -> Estimate:
         """Return the estimate of the memory and time that the group's remaining work takes."""
-        if not any(cell.chain.foreign for cell in group.cells):
-            return self._estimate(group)
-        # foreign methods are asked for needs and budgets here, outside their isolation, and their code may replace
-        # functions that other methods compute with: remember these functions, and put them back
-        functions = Functions()
-        try:
-            return self._estimate(group)
-        finally:
-            functions.restore()
-
-    def _estimate(self, group: Group) -> Estimate:
-        """Return ``estimate``, without a guard against code of foreign methods."""
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
@@ -381,8 +365,8 @@ def plan_run(
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already.
 
-    No weights are read, and nothing is measured. Foreign methods that fail already now, and methods that cannot run on
-    this model, are left out with a message. Raises KvbenchError if no method is left.
+    No weights are read, and nothing is measured. Methods that cannot run on this model are left out with a message.
+    Raises UsageError if no method is left.
     """
     if cfg.data_root:
         # refuse a missing folder even if no dataset reads it
@@ -391,30 +375,14 @@ def plan_run(
     context = traits.context_length(source.config, cfg.model.context)
     shape = traits.shape_of(source.config)
     session = open_session(cfg, identity, tokenizer, context)
-    failed = foreign.find_early_failures(cfg.chains)
-    cfg = _drop_methods(cfg, failed)
-    foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
-    # methods are asked for needs and budgets in here, so code of foreign methods runs. They are not watched, since
-    # reading the data may take long, too
-    with contained(", ".join(foreign_names), foreign=bool(foreign_names), seed=0, watched=False):
-        check_pieces(cfg.shared_prefix, source.config)
-        refused = find_refusals(cfg, source)
-        # the full cache alone would answer nothing that was asked
-        if refused and len(refused) == sum(bool(entry.chain.stages) for entry in cfg.chains):
-            raise UsageError(next(iter(refused.values())))
-        cfg = _drop_methods(cfg, refused)
-        cfg, matched = equal_memory.match_budgets(cfg, shape)
-        groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity, inputs)
-    failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
-    cfg = _drop_methods(cfg, failed)
-    # cells were made before methods were tried on prompts
-    groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
-    has_methods = any(group.cells for group in groups)
-    for label, why in failed.items():
-        # a run without any method left is an error, not a note
-        if not has_methods:
-            raise KvbenchError(f"{label}: {why}")
-        say(f"{label} is left out: {why}")
+    check_pieces(cfg.shared_prefix, source.config)
+    refused = find_refusals(cfg, source)
+    # the full cache alone would answer nothing that was asked
+    if refused and len(refused) == sum(bool(entry.chain.stages) for entry in cfg.chains):
+        raise UsageError(next(iter(refused.values())))
+    cfg = replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in refused))
+    cfg, matched = equal_memory.match_budgets(cfg, shape)
+    groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity, inputs)
     for label, why in refused.items():
         say(f"{label} is left out: {why}")
     return RunPlan(
@@ -422,7 +390,6 @@ def plan_run(
         source=source,
         tokenizer=tokenizer,
         groups=tuple(groups),
-        unplanned=failed,
         refused=refused,
         context=context,
         dtype=str(identity["dtype"]),
@@ -431,11 +398,6 @@ def plan_run(
         matched=matched,
         model=model,
     )
-
-
-def _drop_methods(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
-    """Return the run without the methods that have these labels."""
-    return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
 
 
 def find_refusals(cfg: RunConfig, source: load.ModelSource) -> dict[str, str]:

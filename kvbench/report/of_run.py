@@ -70,7 +70,7 @@ def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMM
         model=cfg.model.path,
         settings=describe_settings(prepared),
         columns=collected.columns,
-        rows=collected.rows + _build_unplanned_rows(prepared),
+        rows=collected.rows + _build_refused_rows(prepared),
         notes=tuple(notes),
         results=str(prepared.store.root),
         remarks=tuple(remarks),
@@ -79,14 +79,13 @@ def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMM
     )
 
 
-def _build_unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
-    """Return a row for each method that could not be planned. All its cells state the reason."""
+def _build_refused_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
+    """Return a row for each method that cannot run on this model. All its cells state the reason."""
     rows = []
-    for status, reasons in (("failed", prepared.unplanned), ("refused", prepared.refused)):
-        for label, reason in reasons.items():
-            # an unplanned method has no cells and no ids, but its row is as wide as the others
-            cells = [CellResult(group.column, cell="", status=status, reason=reason) for group in prepared.groups]
-            rows.append(ReportRow(label, evicts=False, cells=tuple(cells), means=None))
+    for label, reason in prepared.refused.items():
+        # such a method has no cells and no ids, but its row is as wide as the others
+        cells = [CellResult(group.column, cell="", status="refused", reason=reason) for group in prepared.groups]
+        rows.append(ReportRow(label, evicts=False, cells=tuple(cells), means=None))
     return tuple(rows)
 
 
@@ -353,11 +352,11 @@ def _find_apart(group: Group, reader: SampleReader) -> list[str]:
     # a dict serves as an ordered set
     labels: dict[str, None] = {}
     # the seconds of each prompt's prefill in the first cell with a key
-    first_times: dict[str, dict[str, float]] = {}
+    first_times: dict[tuple[bool, str], dict[str, float]] = {}
     for cell in group.cells:
         times = {example: sample.timing.prefill_s for example, sample in reader.read(cell.id).items()}
-        # a user's methods read the prompts apart from all others
-        key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
+        # a user's methods read the prompts apart from kvbench's own
+        key = (cell.chain.foreign, cell.chain.prefill_key)
         shared_times = first_times.setdefault(key, times)
         for example, seconds in times.items():
             # an example that the first cell lacks shows nothing

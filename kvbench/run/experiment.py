@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError, UsageError, ending
+from kvbench.base.errors import UsageError, ending
 from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -26,7 +26,6 @@ from kvbench.report.unchanged import is_unchanged
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.model_changed import ModelChanged
 from kvbench.run.runner import run_groups
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import collect_provenance
@@ -164,7 +163,7 @@ class _Measurement:
     prepared: the run's plan.
     quiet: True to show no progress.
     broadcast: the listeners to the run's events.
-    host: the loaded model with the run's settings. After a method has changed the model, it is loaded anew.
+    host: the loaded model with the run's settings.
     facts: the provenance of the samples.
     """
 
@@ -215,29 +214,9 @@ class _Measurement:
             busy = self.measure_pair([group.only(ids) for group in pair])
 
     def _measure_parts(self, parts: Sequence[Group]) -> list[Cell]:
-        """Measure parts together. If methods change the model, load it again and continue without them.
-
-        Return the cells that are left out because another process measures them.
-        """
+        """Measure parts together. Return the cells that are left out because another process measures them."""
         cfg, store = self.prepared.cfg, self.prepared.store
-        # each turn of the loop leaves out the methods that changed the model
-        while True:
-            try:
-                return run_groups(
-                    self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast
-                )
-            except ModelChanged as changed:
-                # a model that the user passed in cannot be loaded again from here
-                if self.prepared.model is not None:
-                    raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
-                remaining_parts = []
-                for part in parts:
-                    unaffected_ids = [cell.id for cell in part.cells if cell.id not in changed.cells]
-                    remaining_parts.append(part.only(unaffected_ids))
-                parts = remaining_parts
-                say(f"{changed}: it is read again for the others")
-            weights = load.load_weights(cfg.model, self.prepared.source, self.host.model.device)
-            self.host = make_host(self.prepared, weights)
+        return run_groups(self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast)
 
 
 def _name_cells(cells: Sequence[Cell]) -> str:

@@ -18,7 +18,6 @@ from kvbench.engine.stopping import Ending, StopTexts
 from kvbench.kv.model_shape import CacheShape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.shared_functions import Functions
 from kvbench.models.interface import cache_shape
 from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
@@ -41,7 +40,6 @@ class Host:
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
     prefix: the first tokens of the previous prompt, if prompts that begin alike share them.
-    functions: the functions that all methods compute with, in their state before any method was asked.
     """
 
     model: PreTrainedModel
@@ -55,7 +53,6 @@ class Host:
     plain: bool = False
     memory: int = 2 * GIB
     prefix: SharedPrefix | None = None
-    functions: Functions = field(default_factory=Functions, repr=False)
 
     def shape(self) -> CacheShape:
         """Return the sizes by which the model's cache is audited."""

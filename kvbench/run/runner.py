@@ -11,22 +11,17 @@ from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
-import torch
-
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import KvbenchError, Refused, ending
 from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import Answer
-from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
-from kvbench.engine.model_state import snapshot_model
 from kvbench.kv.content import digest_layers, find_first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
 from kvbench.run import forced
@@ -42,7 +37,6 @@ from kvbench.run.answers import (
 )
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
-from kvbench.run.model_changed import ModelChanged
 from kvbench.run.reading import PromptReader, Work, explain_unfit
 from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
@@ -57,23 +51,10 @@ AT_RISK_S = 60.0
 """Seconds of reading after which the prompts read so far are answered, so that a killed run loses no more of it."""
 BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
-REPEATED_TOKENS = 32
-"""Tokens of the prompt that are read again behind its cache to see whether a method decodes alike twice."""
-REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
-"""The advice to the author of a method that computes a prompt differently the second time."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
 Todo = Mapping[str, Sequence[Cell]]
 """The cells of one group that still need each example, by the example's id."""
-
-
-@dataclass(frozen=True)
-class FirstPrompt:
-    """The first prompt that a foreign cell computed in a run, with the digests of its cache's layers."""
-
-    example: Example
-    encoded: Encoded
-    digests: list[str]
 
 
 @dataclass
@@ -89,7 +70,6 @@ class GroupRun:
     listeners: what follows the run, such as a progress display.
     shard: the number of this process's part of the examples.
     refused, failed: the reasons, by the id of each cell that left.
-    foreign: the cells with code that is not kvbench's own, such as a user's method.
     """
 
     host: Host
@@ -99,14 +79,11 @@ class GroupRun:
     shard: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    foreign: Sequence[Cell] = ()
 
     def __post_init__(self) -> None:
-        """Make the reader of prompts and the decode queue, and note the model's state if foreign code will run."""
-        # foreign code may change the model: compare the model with this state after each step
-        self.model_before = snapshot_model(self.host.model) if self.foreign else None
-        # the first prompt of each foreign cell, by the cell's id, to see later whether the method computes it alike
-        self.first_prompts: dict[str, FirstPrompt] = {}
+        """Make the reader of prompts and the decode queue."""
+        # the ids of cells whose first prompt was read twice (``note_repeats``)
+        self.read_twice: set[str] = set()
         self.reader = PromptReader(self.host, self._call_with_room)
         self.reading_since = time.monotonic()
         self.queue = DecodeQueue(
@@ -142,10 +119,6 @@ class GroupRun:
         self.reader.forget_all()
         while len(self.queue):
             self.advance_queue()
-        # after a single prompt, a method has nothing to remember; its first prompt was computed twice already
-        if len(work) > 1:
-            for cell in self.active_cells([cell for cell in self.foreign if cell.id in self.first_prompts]):
-                self.check_unchanged(cell, self.first_prompts[cell.id])
 
     def reading_s(self) -> float:
         """Return the age in seconds of the oldest prompt that waits for an answer."""
@@ -203,18 +176,14 @@ class GroupRun:
         """Prefill one prompt. Return a row with an audited cache for each cell. A cell that fails is taken out."""
         rows = []
         caches = self.reader.read_caches(example, encoded, cells, following)
-        # check now, so that no cell fails because of another cell's change to the model
-        self.check_model(cells, example)
         for cell, cache in caches:
             try:
                 # the error of the prefill takes the cell out as an error of the audit does
                 if isinstance(cache, Exception):
                     raise cache
-                with contained(cell.chain.name, foreign=cell.chain.foreign):
-                    cell.check_knobs()
-                    # count bytes from the tensors themselves, whatever the method says
-                    measured = audit(cache, self.host.shape())
-                self.check_repeatable(cell, cache, encoded, example)
+                # count bytes from the tensors themselves, whatever the method says
+                measured = audit(cache, self.host.shape())
+                self.note_repeats(cell, cache, encoded)
                 ending_rule = self.host.make_ending(cell.task, example)
                 rows.append(QueuedRow(cell, example, cache, measured, cut=encoded.cut, ending=ending_rule))
             except Exception as error:
@@ -222,7 +191,6 @@ class GroupRun:
         # the compressed caches read the withheld question now
         if encoded.question:
             rows = self._run_together(rows, partial(extend_rows, host=self.host, ids=encoded.question))
-        self.check_model(cells, example)
         return rows
 
     def _queue_rows(
@@ -235,7 +203,6 @@ class GroupRun:
         task = rows[0].cell.task
         if example.scored is not None:
             outcomes = forced.score_text(self.host, example.scored, rows, full)
-            self.check_model([row.cell for row in rows], example)
             for row, outcome in outcomes:
                 if isinstance(outcome, Exception):
                     self.take_out(row.cell, outcome, example)
@@ -335,18 +302,11 @@ class GroupRun:
         # all cells of a task are compared on texts of the same length
         most = int(rows[0].cell.identity["fidelity"]["tokens"])
         outcomes = forced.compare_with_full(self.host, example, encoded, rows=rows, full=full, most=most)
-        self.check_model([row.cell for row in rows], example)
         return self._take_out_failed(outcomes)
 
     def advance_queue(self) -> None:
         """Decode until some rows have ended, and score and store those. The queue must not be empty."""
-        # if a method has changed the model, the message names this example's prompt
-        first = next(iter(self.queue))
-        outcomes = self.queue.advance()
-        # any row in the batch may have changed the model in this step
-        decoded = list(self.queue.running) + [row for row, _ in outcomes]
-        self.check_model([row.cell for row in decoded], first.example)
-        for row, outcome in outcomes:
+        for row, outcome in self.queue.advance():
             if isinstance(outcome, Exception):
                 self.take_out(row.cell, outcome, row.example)
                 continue
@@ -398,83 +358,24 @@ class GroupRun:
 
     def _audit_answer(self, row: QueuedRow, answer: Answer) -> int:
         """Return the most tokens that a head held while answering. Raises Refused if the cache held too much."""
-        with contained(row.cell.chain.name, foreign=row.cell.chain.foreign):
-            row.cell.check_knobs()
-            # the last token of an answer is never read, so the cache grows by one token less
-            decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
-            if answer.stored is not None:
-                check_bytes(row.cache, answer.stored, self.host.shape())
+        # the last token of an answer is never read, so the cache grows by one token less
+        decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
+        if answer.stored is not None:
+            check_bytes(row.cache, answer.stored, self.host.shape())
         return decode_peak
 
-    def check_repeatable(self, cell: Cell, cache: PromptCache, encoded: Encoded, example: Example) -> None:
-        """Raise Refused if a foreign method computes the prompt differently the second time.
-
-        Results under one id must not depend on what a method remembers of other prompts, or on draws without a seed. So
-        each foreign method computes the first prompt of a run twice, and once more at the end of the run. A method that
-        acts while decoding then reads some tokens twice, too.
-        """
-        chain = cell.chain
-        if not chain.foreign or cell.id in self.first_prompts:
+    def note_repeats(self, cell: Cell, cache: PromptCache, encoded: Encoded) -> None:
+        """Say so if a method from outside keeps something else of its first prompt when it reads it a second time."""
+        if not cell.chain.foreign or cell.id in self.read_twice:
             return
-        first = FirstPrompt(example, encoded, digest_layers(cache.layers))
-        self.first_prompts[cell.id] = first
-        second = self._prefill_again(cell, encoded)
-        layer = find_first_difference(first.digests, digest_layers(second.layers))
+        self.read_twice.add(cell.id)
+        (second,) = self._call_with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
+        layer = find_first_difference(digest_layers(cache.layers), digest_layers(second.layers))
         if layer is not None:
-            finding = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
-            raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
-        # ``cache`` itself stays for the answer, so two further caches read tokens
-        if chain.evicts or chain.masks or chain.coder is not None:
-            third = self._prefill_again(cell, encoded)
-            is_alike = self._decodes_alike(second, third, encoded.ids[:REPEATED_TOKENS])
-            cell.check_knobs()
-            if not is_alike:
-                finding = "decodes the same tokens in another way when it does so twice"
-                raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
-
-    def _prefill_again(self, cell: Cell, encoded: Encoded) -> PromptCache:
-        """Return the cache of a cell's prompt, computed anew."""
-        (cache,) = self._call_with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
-        return cache
-
-    def _decodes_alike(self, cache: PromptCache, twin: PromptCache, tokens: Sequence[int]) -> bool:
-        """Return True if two equal caches are equal after both have read the same ``tokens``, and give equal logits."""
-        # all tokens at once, and then one alone, since masks act on single tokens only
-        for ids in (tokens, tokens[:1]):
-            cache = extend_cache(self.host.model, cache, ids)
-            twin = extend_cache(self.host.model, twin, ids)
-        return digest_layers(cache.layers) == digest_layers(twin.layers) and torch.equal(cache.logits, twin.logits)
-
-    def check_unchanged(self, cell: Cell, first: FirstPrompt) -> None:
-        """Refuse a foreign cell if its method computes its first prompt differently at the end of the run."""
-        try:
-            again = self._prefill_again(cell, first.encoded)
-        except Exception as error:
-            self.take_out(cell, error, first.example)
-            return
-        if digest_layers(again.layers) != first.digests:
-            finding = "keeps something else of the first prompt when it computes it again at the end of the run"
-            self.refuse_cell(cell, f"{cell.chain.name} {finding}: {REMEMBER_NOTHING}", first.example)
-
-    def check_model(self, ran: Sequence[Cell], example: Example) -> None:
-        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model has changed since the start.
-
-        Functions that all methods compute with count as the model, too: a method may replace one, and others call it
-        later.
-        """
-        # no foreign code runs
-        if self.model_before is None:
-            return
-        replaced = self.host.functions.restore()
-        if not replaced and snapshot_model(self.host.model) == self.model_before:
-            return
-        # kvbench's own methods change nothing; if no foreign one ran now, any earlier one may have done it
-        suspects = [cell for cell in ran if cell in self.foreign]
-        changed = ModelChanged(suspects or self.foreign, replaced)
-        for cell in self.foreign:
-            if cell.id in changed.cells:
-                self.refuse_cell(cell, str(changed), example)
-        raise changed
+            say(
+                f"{cell.label} on {cell.column} keeps something else of the same prompt when it reads it twice (layer "
+                f"{layer}): its results depend on more than the prompt, such as earlier prompts or draws without a seed"
+            )
 
     def refuse_cell(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and out of all reports, record the reason and drop its waiting rows."""
@@ -555,10 +456,7 @@ def run_groups(
         if not cells:
             return busy
         work = _order_work(groups, todo)
-        foreign = [cell for cell in cells if cell.chain.foreign]
-        group_run = GroupRun(
-            host=host, store=store, writers=writers, listeners=listeners or Listeners(), shard=shard, foreign=foreign
-        )
+        group_run = GroupRun(host=host, store=store, writers=writers, listeners=listeners or Listeners(), shard=shard)
         # attention runs through kvbench's interface until the last answer
         stack.enter_context(attached(host.model))
         try:

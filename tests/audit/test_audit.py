@@ -12,6 +12,7 @@ import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused
+from kvbench.kv import ops
 from kvbench.kv.segment import Segment
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
@@ -129,8 +130,6 @@ class Repeats(Selector):
     id: ClassVar[str] = "repeats"
 
     def compress(self, cache, obs):
-        from kvbench.kv import ops
-
         k = self.budget(obs.n, obs.layer, obs.n_layers)
         return ops.select(cache, torch.zeros(cache.heads, k, dtype=torch.int64))
 
@@ -150,6 +149,60 @@ def test_broken_methods_are_refused_with_the_reason(stage, reason):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(80), [Chain((stage,))])
     with pytest.raises(Refused, match=reason):
+        measured(model, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lies(Selector):
+    """Keeps the last tokens, and returns the cache that ``lie`` makes of them."""
+
+    id: ClassVar[str] = "lies"
+    lie: str = ""
+
+    def compress(self, cache, obs):
+        (s,) = ops.select(cache, torch.arange(obs.n)[None, -self.budget(obs.n, obs.layer, obs.n_layers) :]).segments
+        return LIES[self.lie][0](cache, s)
+
+
+def changed(change):
+    """A lie about the kept segment: ``change`` returns the fields that are replaced in it."""
+    return lambda cache, s: replace(cache, segments=(replace(s, **change(s)),))
+
+
+ORDER = "does not hold distinct prompt positions 0..79 in order"
+OTHERS = "that are not those of the prompt at the positions it names"
+LIES = {
+    "half precision": (changed(lambda s: {"k": s.k.half(), "v": s.v.half()}), "payload bytes"),
+    "a copy in the state": (changed(lambda s: {"state": {"copy": s.k.clone()}}), "overhead bytes"),
+    "values are keys": (changed(lambda s: {"v": s.k}), "shares its storage"),
+    "fewer values": (changed(lambda s: {"v": s.v[:, :-1].clone()}), "different lengths"),
+    "more heads": (changed(lambda s: {name: torch.cat([t, t]) for name, t in tensors(s).items()}), "payload bytes"),
+    "unsorted": (changed(lambda s: {"positions": s.positions.flip(1)}), ORDER),
+    "beyond the prompt": (changed(lambda s: {"positions": s.positions + 70}), ORDER),
+    "before the prompt": (changed(lambda s: {"positions": s.positions - 70}), ORDER),
+    "positions of other tokens": (changed(lambda s: {"positions": s.positions - 20}), f"holds keys {OTHERS}"),
+    "values of other heads": (changed(lambda s: {"v": s.v.flip(0)}), f"holds values {OTHERS}"),
+    "keys that nobody computed": (changed(lambda s: {"k": s.k + 1}), f"holds keys {OTHERS}"),
+    "no tokens": (
+        lambda cache, s: ops.select(cache, torch.zeros(1, 0, dtype=torch.int64)),
+        "holds no token at all|keeps 0 tokens",
+    ),
+    "more tokens than were read": (
+        lambda cache, s: replace(cache, segments=(s,), seen=999),
+        "says that it has read 999 tokens",
+    ),
+}
+
+
+def tensors(s):
+    return {"k": s.k, "v": s.v, "positions": s.positions}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_cache_that_is_not_what_its_method_declares_is_refused(lie):
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(80), [Chain((Lies(lie=lie, kv_ratio=0.5),))])
+    with pytest.raises(Refused, match=LIES[lie][1]):
         measured(model, cache)
 
 

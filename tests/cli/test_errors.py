@@ -322,4 +322,4 @@ def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):
     monkeypatch.setattr(run_plan, "prepare", lambda cfg: 1 / 0)
     monkeypatch.delenv("KVBENCH_DEBUG", raising=False)
     assert main(["run", "limit=1"]) == 1
-    assert capsys.readouterr().err.startswith("kvbench: internal error, ZeroDivisionError")
+    assert capsys.readouterr().err.startswith(f"kvbench: internal error, {__file__}:")

@@ -7,7 +7,7 @@ import pytest
 from support import worked
 
 from kvbench.cli.main import main
-from kvbench.methods.core import foreign, kinds, registry
+from kvbench.methods.core import kinds, registry
 
 
 def lines(arguments, capsys):
@@ -41,7 +41,7 @@ def test_every_method_of_kvbench_has_a_kind():
     known = [method for methods in kinds.METHODS.values() for method in methods]
     assert len(known) == len(set(known))
     assert set(known) == {method for method in registry.available() if kinds.kind_of(method) != kinds.YOURS}
-    assert {"snapkv", "uncomp", "vatp"} <= set(foreign.OWN) and kinds.kind_of("kvpress:snapkv") == kinds.OTHERS
+    assert kinds.kind_of("kvpress:snapkv") == kinds.OTHERS
 
 
 def test_ones_own_method_is_described_by_its_docstring(tmp_path, capsys, monkeypatch):

@@ -18,13 +18,12 @@ from kvbench.base.numbers import ceil_div
 from kvbench.base.progress import progress
 from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
+from kvbench.engine.draws import seeded
 from kvbench.engine.prefill import make_observer
 from kvbench.engine.weights_digest import check_weights, digest_weights
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.foreign import is_own
 from kvbench.methods.core.recipe import CalibrationRun, Request
 from kvbench.methods.core.stage import Stage
-from kvbench.methods.core.walls import contained
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
 MIB = 2**20
@@ -142,8 +141,7 @@ class Session:
                 tick(label, 1)
 
             run = CalibrationRun(model, windows, recipe, tick=tick_step, observe=make_observer(model))
-            # code of the user's own may fail or run long in a calibration, as it may in a stage
-            with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
+            with seeded():
                 return stage.calibrate(run)
 
     def _print_cost(self, stage: Stage, request: Request, model: PreTrainedModel) -> None:

@@ -1,1 +1,1 @@
-"""The machinery behind methods: stages, chains, the registry, calibration and isolation."""
+"""The machinery behind methods: stages, chains, the registry, and calibration."""

@@ -79,29 +79,13 @@ class Chain:
 
     @property
     def prefill_key(self) -> str:
-        """The key of the prompt's computation: chains with equal keys can share one prefill.
-
-        If code that is not kvbench's own takes part in the computation, only equal chains have equal keys.
-        """
-        key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
-        # a stage that overrides ``read`` changes the keys and values that the prompt's attention reads
-        overrides_read = any(type(s).read is not Stage.read for s in self.stages)
-        alters_prefill = key or overrides_read or self.adaptation or self.hidden or self.sharer
-        # the author of foreign code may have left out a part of the key, so the whole identity is added
-        if self.foreign and alters_prefill:
-            return f"{key} {self.identity()}"
-        return key
+        """The key of the prompt's computation: chains with equal keys can share one prefill."""
+        return "+".join(s.prefill_key for s in self.stages if s.prefill_key)
 
     @cached_property
-    def foreign_stages(self) -> tuple[str, ...]:
-        """The ids of the stages that are not kvbench's own."""
-        # ``hash_source`` gives a hash for foreign code only
-        return tuple(s.id for s in self.stages if hash_source(s) is not None)
-
-    @property
     def foreign(self) -> bool:
         """True if a stage is not kvbench's own."""
-        return bool(self.foreign_stages)
+        return any(hash_source(s) is not None for s in self.stages)
 
     @property
     def adaptation(self) -> tuple[Stage, ...]:
@@ -110,12 +94,7 @@ class Chain:
 
     @property
     def batch_key(self) -> object:
-        """The key of the decode batch: chains with equal keys change the model alike and decode together.
-
-        Code that is not kvbench's own decodes alone.
-        """
-        if self.foreign:
-            return self
+        """The key of the decode batch: chains with equal keys change the model alike and decode together."""
         return self.adaptation
 
     @property

@@ -1,8 +1,7 @@
 """Foreign methods: methods that are not kvbench's own. Their code is part of the identity of a result.
 
 Users' methods lie beside kvbench's (README) or anywhere else. Users do not raise ``revision`` at every edit, so a hash
-of the source tells whether stored results are still those of the method. The property tests have not run on such
-methods either, so they run behind ``walls`` and work on copies.
+of the source tells whether stored results are still those of the method.
 """
 
 from __future__ import annotations

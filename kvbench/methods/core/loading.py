@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -27,17 +26,13 @@ def read_class_entry(path: Path, method: str) -> dict[str, Any]:
 
     An entry is ``_target_`` and the knobs with their defaults. Raises UsageError if the file is not one of a method.
     """
-    from kvbench.methods.core.foreign import is_own
     from kvbench.methods.core.knobs import is_knob
-    from kvbench.methods.core.walls import contained
 
     # presses of kvpress are read from a file of the machinery, every other method from one of kvbench.methods
     package = "kvbench.methods.core" if path.parent == Path(__file__).parent else "kvbench.methods"
     name = f"{package}.{path.stem}"
     try:
-        # importing a file runs it, behind walls unless that has happened before
-        with contained(name, foreign=name not in sys.modules, seed=0, importing=True):
-            module = importlib.import_module(name)
+        module = importlib.import_module(name)
         # an earlier folder of the package's path may have a file of this name
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
@@ -45,9 +40,8 @@ def read_class_entry(path: Path, method: str) -> dict[str, Any]:
         own_classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
         # a class that inherits its id is no method of its own, and two classes of one id are an error
         (stage_class,) = (c for c in own_classes if vars(c).get("id") == method)
-        with contained(name, not is_own(name), seed=0):
-            # defaults are read from a stage, not from its class, because its checks may fill knobs in
-            knobs = {f.name: getattr(stage_class(), f.name) for f in fields(stage_class) if is_knob(f)}
+        # defaults are read from a stage, not from its class, because its checks may fill knobs in
+        knobs = {f.name: getattr(stage_class(), f.name) for f in fields(stage_class) if is_knob(f)}
     # a file of the user's may raise anything
     except Exception as error:
         raise UsageError(f"{path}: the method {method} cannot be read: {locate_error(error, str(path))}") from error
@@ -63,18 +57,13 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
 
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
-    from kvbench.methods.core.foreign import is_own
-    from kvbench.methods.core.walls import contained
-
     cls = _import_stage_class(path, method, target)
-    module, _, _ = target.rpartition(".")
     # the type of its arguments is not known here: they are the class's own knobs
     make: Callable[..., Stage] = cls
     try:
-        with contained(target, not is_own(module), seed=0):
-            stage = make(**knobs)
-            # equal stages share their results, which are found by the hash
-            hash(stage)
+        stage = make(**knobs)
+        # equal stages share their results, which are found by the hash
+        hash(stage)
     except UsageError:
         # the error of a wrong knob says all itself
         raise
@@ -94,13 +83,10 @@ def _import_stage_class(path: Path, method: str, target: str) -> type[Stage]:
     """
     from kvbench.methods.core.chain import ROLES
     from kvbench.methods.core.stage import Stage
-    from kvbench.methods.core.walls import contained
 
     module, _, name = target.rpartition(".")
     try:
-        # importing a file runs it, behind walls unless that has happened before
-        with contained(target, foreign=module not in sys.modules, seed=0, importing=True):
-            cls = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise UsageError(f"{_locate_entry(path, target)} cannot be imported: {locate_error(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
@@ -137,8 +123,6 @@ def _check_needs(stage: Stage) -> None:
     A run calls it before it reads a prompt, and the error names the author's file and line.
     """
     from kvbench.kv.observation import Needs
-    from kvbench.methods.core.foreign import is_own
-    from kvbench.methods.core.walls import contained
 
     cls = type(stage)
 
@@ -147,8 +131,7 @@ def _check_needs(stage: Stage) -> None:
         return f"{_locate_class(cls)}: {cls.__name__}.needs(n), what it reads of a prompt of n tokens,"
 
     try:
-        with contained(cls.__qualname__, not is_own(cls.__module__), seed=0):
-            needs = stage.needs(1)
+        needs = stage.needs(1)
     except Exception as error:
         raise UsageError(f"{describe_call()} failed: {locate_error(error, _locate_class(cls))}") from error
     if not isinstance(needs, Needs):

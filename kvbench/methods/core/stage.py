@@ -148,8 +148,11 @@ class Stage(Knobs):
     def prefill_key(self) -> str:
         """A text with all that changes how the prompt is computed (``read``, ``adapt``, ...), or '' if nothing does.
 
-        Stages with equal texts can share one prefill of a prompt.
+        Stages with equal texts can share one prefill of a prompt. By default, a stage that overrides ``read`` or adapts
+        the model shares it with equal stages only.
         """
+        if self.adapts or type(self).read is not Stage.read:
+            return str(self.identity())
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
