@@ -33,6 +33,8 @@ THROUGH_CACHE = "through_cache"
 """The ``kl_mode`` under which every token is read from the cache as it is stored, prompts too."""
 AFTER_PREFILL = "after_prefill"
 """The ``kl_mode`` under which the prompt is read exactly and then compressed."""
+MATCH = ("bytes", "compressed", "nominal")
+"""The kinds of equal memory (``equal_memory``)."""
 KL_MODES = (AFTER_PREFILL, THROUGH_CACHE)
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
@@ -171,7 +173,7 @@ class RunConfig:
     shard: the number of the part of the examples that this process measures, from 0.
     shards: the number of such parts.
     preset: the paper whose settings the run has; None for none.
-    match: the kind of equal memory, ``bytes`` or ``nominal``; None to leave budgets as they are.
+    match: the kind of equal memory, one of MATCH; None to leave budgets as they are.
     reference: the method to which the others are matched; None for the last one.
     logger: the service that receives the run.
     """
@@ -231,7 +233,7 @@ class RunConfig:
         check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
         check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
         # a typed match=true is one of the two kinds by now (``words._read_match``)
-        check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
+        check("match", self.match, self.match in (None, *MATCH), f"{', '.join(MATCH)}, or true for one of them")
         # keys as the user types them
         paths = {
             "calibration": self.calibration,

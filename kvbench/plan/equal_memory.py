@@ -3,15 +3,17 @@
     method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=110
 
 The reference is the last method named, or ``reference=``. Bytes are payload after the prompt at 16 bits:
-``match=bytes`` counts what is stored, ``match=nominal`` what ThinK's paper counts (arXiv 2407.21018, table 7).
+``match=bytes`` counts what all layers store, ``match=compressed`` what the layers store that methods compress, and
+``match=nominal`` what ThinK's paper counts in these layers (arXiv 2407.21018, table 7).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
+from kvbench.audit.accounting import HALF, bytes_declared, declare_local_layers, nominal_payload
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.formatting import format_number
 from kvbench.kv.model_shape import Shape
@@ -20,13 +22,13 @@ from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.knob_owners import BUDGET_PARTS, overlay
 from kvbench.methods.core.resolve import ChainConfig, chain_config
+from kvbench.plan.config import MATCH as KINDS
 from kvbench.plan.config import RunConfig
 
-KINDS = ("bytes", "nominal")
 LONG = 2**20
 """Tokens. A prompt of unknown length counts as this long, and no kv_size beyond it is searched."""
 TOLERANCE = 0.05
-"""The largest difference from the reference's bytes, relative to them, that counts as a match."""
+"""The largest difference from the reference's bytes that counts as a match, relative to those that methods compress."""
 CLOSE = 0.005
 """Payloads whose relative difference is no larger than this count as equal."""
 FLOOR = 4096
@@ -39,12 +41,13 @@ PayloadCounter = Callable[[Chain], float]
 class Matched:
     """One chain with a ``kv_size`` that matches a reference in bytes, for prompts that fill both budgets.
 
-    by: how bytes are counted, ``bytes`` or ``nominal``.
+    by: how bytes are counted, one of KINDS.
     reference, method: the labels of the two chains.
     kv_size: the size of the chain that matches.
-    bytes: the payloads (of the chain, of the reference) as they are stored.
-    nominal: the same payloads as ThinK's paper counts them.
-    sizes: the kv_size that each of the two counts gives.
+    bytes: the payloads (of the chain, of the reference) as all layers store them.
+    compressed: the same payloads without those of local layers and states.
+    nominal: the latter as ThinK's paper counts them.
+    sizes: the kv_size that each kind of count gives, if there is one.
     """
 
     by: str
@@ -52,18 +55,21 @@ class Matched:
     method: str
     kv_size: int
     bytes: tuple[float, float]
+    compressed: tuple[float, float]
     nominal: tuple[float, float]
     sizes: dict[str, int]
 
     def __str__(self) -> str:
         """Return the match as a line for readers: both payloads, and the kv_size of the other count if it differs."""
         counts = [f"{_compare_bytes(*self.bytes)} are held at 16 bits"]
-        if self.nominal != self.bytes:
+        if self.compressed != self.bytes:
+            counts.append(f"{_compare_bytes(*self.compressed)} in the layers that methods compress")
+        if self.nominal != self.compressed:
             counts.append(f"{_compare_bytes(*self.nominal)} nominal")
         text = f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}"
-        (other_kind,) = [kind for kind in KINDS if kind != self.by]
-        if self.sizes[other_kind] != self.kv_size:
-            text += f"; match={other_kind} gives kv_size={self.sizes[other_kind]}"
+        for kind, size in self.sizes.items():
+            if size != self.kv_size:
+                text += f"; match={kind} gives kv_size={size}"
         return text
 
 
@@ -114,7 +120,13 @@ def _match_chain(
 
     counters: the function from a chain to its payload, for each of KINDS.
     """
-    sizes = {k: find_nearest_kv_size(template, reference, count, k) for k, count in counters.items()}
+    # beside windows and states any two caches would seem alike, so what counts as near follows from the others' bytes
+    unit = counters["compressed"](reference.chain)
+    sizes = {kind: find_nearest_kv_size(template, reference, counters[kind], kind, unit)}
+    for other_kind, count in counters.items():
+        # by another count there may be no match
+        with suppress(UsageError):
+            sizes[other_kind] = find_nearest_kv_size(template, reference, count, other_kind, unit)
     best = with_size(template, sizes[kind])
     # the bytes of (this chain, the reference), by each way of counting
     payloads = {k: (count(best.chain), count(reference.chain)) for k, count in counters.items()}
@@ -124,13 +136,16 @@ def _match_chain(
         method=best.label,
         kv_size=sizes[kind],
         bytes=payloads["bytes"],
+        compressed=payloads["compressed"],
         nominal=payloads["nominal"],
         sizes=sizes,
     )
     return best, match
 
 
-def find_nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
+def find_nearest_kv_size(
+    template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str, unit: float
+) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
     Packing a block makes the bytes fall while tokens are added, so several sizes of a chain with a quantiser can be
@@ -139,6 +154,7 @@ def find_nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: P
     template: the chain, of any budget.
     count: the function from a chain to its payload.
     kind: one of KINDS, the way in which ``count`` counts, for the error.
+    unit: the bytes of which CLOSE and TOLERANCE are fractions.
 
     Raises UsageError if the nearest payload is off by more than TOLERANCE.
     """
@@ -161,9 +177,9 @@ def find_nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: P
     best = min(distance_by_size, key=lambda size: (distance_by_size[size], size))
     if coder is not None:
         # nearly equal payloads: prefer the largest size
-        close = [size for size, distance in distance_by_size.items() if distance <= CLOSE * target]
+        close = [size for size, distance in distance_by_size.items() if distance <= CLOSE * unit]
         best = max(close, default=best)
-    if distance_by_size[best] > TOLERANCE * target:
+    if distance_by_size[best] > TOLERANCE * unit:
         raise UsageError(
             f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
             f"{_compare_bytes(payload_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
@@ -308,12 +324,10 @@ def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
 def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
     """Return a function that gives a chain's payload in bytes at 16 bits, after a prompt of ``tokens`` tokens.
 
-    Windows and states, which no method compresses, are left out: beside them any two methods would seem alike.
-
-    kind: ``bytes`` counts the payload that the chain declares to store. ``nominal`` counts pruned channels as ThinK's
-    paper does: (1 - ratio) D channels a token, not rounded.
+    kind: ``bytes`` counts the payload that the chain declares to store. ``compressed`` leaves out local layers and
+    states, beside which methods can seem alike. ``nominal`` leaves them out and counts pruned channels as ThinK's paper
+    does: (1 - ratio) D channels a token, not rounded.
     """
-    fixed = shape.fixed_bytes(tokens, HALF)
 
     def payload_of(chain: Chain) -> float:
         """Return the chain's payload. Raises UsageError if the prompt's text decides how many tokens it keeps."""
@@ -328,6 +342,9 @@ def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
             raise UsageError(
                 f"match={kind}: how many tokens {chain.name} keeps is decided by the prompt alone: leave it out"
             )
-        return payload - fixed
+        if kind != "bytes":
+            local_payload, _ = declare_local_layers(chain, shape, tokens, HALF)
+            payload -= local_payload + shape.state_bytes(HALF)
+        return payload
 
     return payload_of

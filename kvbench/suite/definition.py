@@ -82,6 +82,7 @@ class Suite:
     parts: the abilities that the suite measures.
     floor: the divergence in nats a token at which parts with the measure KL score 100.
     controls: the rows that every run has beside the user's methods.
+    counts: the bytes that a budget counts, as ``match=`` counts them: ``bytes`` (all layers) or ``compressed``.
     """
 
     name: str
@@ -94,10 +95,7 @@ class Suite:
     parts: tuple[SuitePart, ...]
     floor: float
     controls: tuple[Control, ...]
-
-    def controls_of(self, role: str) -> list[Control]:
-        """Return the controls that have this role."""
-        return [control for control in self.controls if control.role == role]
+    counts: str = "bytes"
 
 
 def suite_names() -> list[str]:

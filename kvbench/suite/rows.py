@@ -11,7 +11,7 @@ from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, resolve
-from kvbench.plan.equal_memory import payload_counter, with_options
+from kvbench.plan.equal_memory import PayloadCounter, payload_counter, with_options
 from kvbench.suite.definition import METHOD, Suite, SuitePart
 
 SLACK = 1.02
@@ -90,7 +90,7 @@ def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConf
     template: the combination whose budget is replaced.
     shape: the shape of the model's cache, on which bytes are counted.
     """
-    count_bytes = payload_counter("bytes", shape, suite.tokens)
+    count_bytes = payload_counter(suite.counts, shape, suite.tokens)
     # the combination without stages is the full cache
     full_bytes = count_bytes(Chain())
     if not isinstance(template.chain.selector, Selector):
@@ -103,7 +103,7 @@ def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConf
         return [SuiteRow(name=name, budget=max(fitting), role=role, config=template, decoding=template)]
     suite_rows = []
     for budget in suite.budgets:
-        share = _find_largest_share(template, full_bytes / budget, suite.tokens, shape)
+        share = _find_largest_share(template, full_bytes / budget, suite.tokens, count_bytes)
         if share is None:
             continue
         config = with_options(template, {"kv_ratio": share})
@@ -112,12 +112,11 @@ def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConf
     return suite_rows
 
 
-def _find_largest_share(template: ChainConfig, target: float, tokens: int, shape: Shape) -> float | None:
+def _find_largest_share(template: ChainConfig, target: float, tokens: int, count_bytes: PayloadCounter) -> float | None:
     """Return the largest ``kv_ratio`` whose payload after a prompt of ``tokens`` tokens fits ``target`` bytes.
 
     Return None if the method cannot hold so little, or if it holds so little without removing any token.
     """
-    count_bytes = payload_counter("bytes", shape, tokens)
 
     def payload_at(share: float) -> float | None:
         """Return the bytes of a cache with this kv_ratio; None for a kv_ratio that the method refuses."""

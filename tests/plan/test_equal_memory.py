@@ -56,17 +56,16 @@ def test_no_other_size_comes_nearer(kind, other, shape):
     else:
         assert off[matched.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
     assert [c.chain.selector.kv_size for c in settled.chains] == [matched.kv_size, 600]
-    stored = matched.bytes if kind == "bytes" else matched.nominal
-    assert stored == (count(settled.chains[0].chain), target)
+    assert getattr(matched, kind) == (count(settled.chains[0].chain), target)
 
 
 def test_of_sizes_that_are_about_equally_near_a_quantiser_gets_the_largest():
     """KIVI packs 32 tokens at once, and its bytes fall there: sizes before and behind hold the reference's bytes."""
     cfg = parsed("method=snapkv+kivi,snapkv kivi.residual=32 snapkv.kv_size=600 match=bytes")
     (template,) = [c for c in cfg.chains if c.chain.coder is not None]
-    count = equal_memory.payload_counter("bytes", Shape(5, 8, 4, 32), equal_memory.LONG)
+    count = equal_memory.payload_counter("compressed", Shape(5, 8, 4, 32), equal_memory.LONG)
     (reference,) = [c for c in cfg.chains if c is not template]
-    size = equal_memory.find_nearest_kv_size(template, reference, count, "bytes")
+    size = equal_memory.find_nearest_kv_size(template, reference, count, "compressed", count(reference.chain))
     target = count(reference.chain)
     sizes = range(size - 300, size + 300)
     near = [s for s in sizes if abs(count(equal_memory.with_size(template, s).chain) - target) <= 0.005 * target]
@@ -128,7 +127,7 @@ def test_budgets_of_other_kinds_give_way():
 BAD = {
     "method=h2o,h2o+think kv_ratio=0.2 match=bytes": "kv_ratio=0.2 is not possible with match=bytes",
     "method=h2o,h2o+think h2o.kv_ratio=0.2 reference=h2o": "h2o.kv_ratio=0.2 is not possible with match=true",
-    "method=h2o,h2o+think kv_size=128 match=size": "match='size' is not possible: bytes, nominal",
+    "method=h2o,h2o+think kv_size=128 match=size": "match='size' is not possible: bytes, compressed, nominal",
     "method=h2o,h2o+think kv_size=128 match=bytes,nominal": "match=",
     "method=h2o,h2o+think kv_size=128 reference=snapkv": "Available: h2o, h2o+think",
     "method=h2o,h2o+think match=bytes": "grow with the prompt, as its budget is a fraction",
@@ -180,6 +179,18 @@ def test_a_model_is_matched_by_its_own_shape():
 def test_states_and_windows_do_not_make_methods_seem_alike():
     # 56 to 72 % of Nemotron-3-Super's cache are states: beside them 448 and 64 tokens would differ by 4 %
     shape = from_entry(entries("model")["nemotron-3-super-120b-a12b"]["shape"])
-    count = equal_memory.payload_counter("bytes", shape, equal_memory.LONG)
+    count = equal_memory.payload_counter("compressed", shape, equal_memory.LONG)
     small, large = (chain_of({"method": "streamingllm", "kv_size": size}) for size in (64, 448))
     assert count(large) == pytest.approx(7 * count(small))
+    assert sizes("method=h2o,h2o+think kv_size=128 match=bytes", shape) == [109]
+
+
+def test_all_layers_count_or_those_that_methods_compress():
+    """Half of this cache lies in windows, which a format codes and a choice of tokens does not touch."""
+    shape = Shape(4, 8, 4, 32, local_layers=4, window=256)
+    line = "method=snapkv,snapkv+q4_0 kv_size=256 q4_0.group=32"
+    # layers that methods compress: 4.5 bits a number in place of 16
+    assert sizes(f"{line} match=compressed reference=snapkv+q4_0", shape) == [72]
+    # the reference's windows alone free more than all that snapkv could give up
+    with pytest.raises(UsageError, match="match=bytes: snapkv cannot hold as many bytes"):
+        sizes(f"{line} match=bytes reference=snapkv+q4_0", shape)
