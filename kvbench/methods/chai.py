@@ -259,7 +259,6 @@ def measure_distances(run: CalibrationRun) -> torch.Tensor:
     total = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64)
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Add the distances of one layer of one window."""
         assert obs.first_q is not None
         # merging down to one cluster gives every merge its distance
         _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, count=1)

@@ -52,7 +52,6 @@ class ExpectedAttention(Selector):
         segment, sinks = ops.only_segment(cache), capacity.sinks
 
         def score_segment() -> tuple[Segment, torch.Tensor]:
-            """Return (the segment that was scored, its scores)."""
             return segment, self._score_tokens(segment, cache.heads, obs, sinks)
 
         # chains that differ in their budget alone share the scores; ``once`` returns those of the first chain

@@ -258,7 +258,14 @@ class Selector(TokenSelector):
 
         Raises Refused unless scores are real numbers [heads, n] or [1, n], without NaN and not all infinite for a head.
         """
-        cache = self._store_initial_state(cache, obs, modifiers)
+        state = dict(self.initial_state(cache, obs))
+        # modifiers need a state only where scores are computed again while decoding
+        if self.evicts:
+            for modifier in modifiers:
+                state.update(modifier.initial_state(cache))
+        # the state is stored with the tokens even if all of them stay, because decoding continues from it
+        if state:
+            cache = ops.with_state(cache, **state)
         # the budget refers to the whole prompt of n tokens, although this layer may have read only obs.n of them
         n = obs.prompt_tokens
         budget = self.budget(n, obs.layer, obs.n_layers)
@@ -270,18 +277,6 @@ class Selector(TokenSelector):
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
-
-    def _store_initial_state(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
-        """Return the cache with the running state of its tokens, as the selector and ``modifiers`` begin it."""
-        state = dict(self.initial_state(cache, obs))
-        # modifiers need a state only where scores are computed again while decoding
-        if self.evicts:
-            for modifier in modifiers:
-                state.update(modifier.initial_state(cache))
-        if not state:
-            return cache
-        # the state is stored with the tokens even if all of them stay, because decoding continues from it
-        return ops.with_state(cache, **state)
 
     def _compute_scores(
         self, cache: LayerCache, obs: Observation, capacity: Capacity, modifiers: Sequence[Modifier]

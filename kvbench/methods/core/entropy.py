@@ -91,7 +91,6 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     sums = _LayerSums(shape.layers)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Add the statistics of one layer of one window."""
         query_spectra = measure_spectrum(obs.queries(obs.n))
         entropies = compute_truncated_entropy(query_spectra, top)
         ranks = rank_heads(entropies)

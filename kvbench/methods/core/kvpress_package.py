@@ -116,7 +116,6 @@ def explain_refusal(name: str, press: type) -> str:
 
 @cache
 def _read_facts() -> _PressFacts:
-    """Return the facts in kvpress.yaml."""
     return cast(_PressFacts, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 

@@ -72,7 +72,6 @@ class PromptCache:
         return f"<PromptCache {method}: {tokens} of {self.seen} tokens, {format_size(self.nbytes())}>"
 
     def __copy__(self) -> PromptCache:
-        """Return a copy that shares all tensors."""
         # the layers are shared, because no function changes them
         return replace(self)
 
@@ -83,7 +82,6 @@ class PromptCache:
         return replace(self, layers=layers, local=local, states=states, logits=self.logits.clone())
 
     def __reduce__(self) -> str:
-        """Raise TypeError, because a cache cannot be pickled."""
         raise TypeError(
             "a kvbench cache cannot be pickled: its method is code and it belongs to a model object. Keep the prompt's "
             "ids and the method, and call kvbench.prefill again"

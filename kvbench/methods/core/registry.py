@@ -233,7 +233,6 @@ def _list_files() -> tuple[list[Path], list[Path]]:
 
 
 def _list_python_files(folder: Path) -> list[Path]:
-    """Return the files ``*.py`` of a folder in the order of their names."""
     return [path for path in sorted(folder.glob("*.py")) if path.is_file()]
 
 

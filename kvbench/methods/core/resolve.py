@@ -153,7 +153,6 @@ def _check_sets(methods: Sequence[Method]) -> None:
 
 
 def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
-    """Yield one chain for each combination of the knobs that are grids."""
     axes: list[_Axis] = []
     for stage, entry in request.entries.items():
         for knob, values in find_grids(entry, request.method.entries[stage]):

@@ -103,7 +103,6 @@ def _read_first_line(docstrings: Iterable[str | None]) -> str:
 
 
 def _parse_file(path: Path) -> ast.Module:
-    """Return the syntax tree of a file. Raises UsageError, with the line, if it is not Python."""
     try:
         return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
@@ -122,7 +121,6 @@ def _read_id(cls: ast.ClassDef) -> str:
 
 
 def _list_assignments(body: list[ast.stmt]) -> list[_Assignment]:
-    """Return the assignments to single names in the body of a class or module, in order."""
     assignments: list[_Assignment] = []
     for stmt in body:
         if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
