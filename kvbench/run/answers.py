@@ -131,7 +131,6 @@ class DecodeQueue:
         self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
-        """Return the number of rows that have not ended."""
         return len(self.waiting) + len(self.running) + len(self.apart)
 
     def __iter__(self) -> Iterator[QueuedRow]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -75,7 +74,12 @@ def compare(
     measured. Raises UsageError if a setting is not possible. The error names its key and value.
     """
     _check_methods(methods)
-    _check_settings(settings, results)
+    for key, value in settings.items():
+        # the loaded model's dtype and device are facts; a setting could only contradict them
+        if key == "device" or key in LOADED:
+            raise UsageError(f"{key}={value!r} is not possible: the model is loaded already")
+    is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
+    check("results", results, is_folder, "a folder")
     # under torch.autocast, layers would compute in another dtype than the one declared for their caches
     check_precision()
     check_is_model(model)
@@ -101,8 +105,12 @@ def compare(
     # chains of the user's own stages have no name in the configuration
     given_chains = tuple(ChainConfig(method, method.name) for method in methods if isinstance(method, Chain))
     cfg = replace(cfg, chains=cfg.chains + given_chains)
-    with _restoring_threads():
+    # a run may set PyTorch's number of threads, which a notebook keeps
+    threads = torch.get_num_threads()
+    try:
         return experiment.measure(_plan_run(cfg, model, tokenizer), quiet=not progress)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_methods(methods: object) -> None:
@@ -116,16 +124,6 @@ def _check_methods(methods: object) -> None:
                 f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
                 "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
             )
-
-
-def _check_settings(settings: Mapping[str, object], results: object) -> None:
-    """Raise UsageError for a setting that the loaded model fixes, and for results that name no folder."""
-    for key, value in settings.items():
-        # the loaded model's dtype and device are facts; a setting could only contradict them
-        if key == "device" or key in LOADED:
-            raise UsageError(f"{key}={value!r} is not possible: the model is loaded already")
-    is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
-    check("results", results, is_folder, "a folder")
 
 
 def _list_entries(
@@ -163,7 +161,12 @@ def _read_rows(
     stop_settings = {key: settings[key] for key in ("stop", "model.stop") if key in settings}
     stop_texts: Any = words.request(stop_settings).values.get("model.stop", ())
     texts = StopTexts(ModelConfig(name="", path="", stop=stop_texts).stop, tokenizer)
-    ending = Ending(max_new_tokens, stop=_find_end_ids(model), texts=texts)
+    # one id or a list of ids, or None for a model without an end token
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
+    stop_ids = []
+    if end_ids is not None:
+        stop_ids = torch.as_tensor(end_ids).flatten().tolist()
+    ending = Ending(max_new_tokens, stop=frozenset(stop_ids), texts=texts)
     for number, row in enumerate(_list_rows(data)):
         if isinstance(row, str):
             try:
@@ -202,21 +205,10 @@ def _list_rows(data: Any) -> Iterable[Any]:
 
 
 def _is_missing(value: object) -> bool:
-    """Return True for None and NaN."""
     return value is None or (isinstance(value, float) and isnan(value))
 
 
-def _find_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids of a model's end-of-sequence tokens."""
-    # one id or a list of ids, or None for a model without an end token
-    end_ids = getattr(model.generation_config, "eos_token_id", None)
-    if end_ids is None:
-        return frozenset()
-    return frozenset(torch.as_tensor(end_ids).flatten().tolist())
-
-
 def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, ending: Ending) -> str:
-    """Return the full cache's greedy answer to a text."""
     # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenize_text(tokenizer, text, special=True))
     # a chain without stages is the full cache
@@ -256,7 +248,6 @@ def _store_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _plan_run(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
-    """Return the plan of a run on a loaded model. Its weights identify the model."""
     # transformers keeps here the name or folder that a model was loaded from
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     # the last part of a folder's path names the model
@@ -267,13 +258,3 @@ def _plan_run(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan
     fingerprint = digest_weights(model)[:16]
     source = ModelSource(location=name, revision=None, config=model.config, fingerprint=fingerprint)
     return plan_run(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
-
-
-@contextmanager
-def _restoring_threads() -> Iterator[None]:
-    """While the context is open, a run may set PyTorch's number of threads. On exit, restore the notebook's number."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -12,7 +12,6 @@ from rich.progress import Progress, TaskID
 
 from kvbench.base.progress import PLAIN_EVERY_S, make_bars
 from kvbench.base.visible import describe_duration, say
-from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run.time_left import TaskTime, TimeLeft
 from kvbench.store.cell import Cell
@@ -57,7 +56,14 @@ class Display:
         for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
             # a group that is answered already tells nothing about this run's time
             if todo.answers_to_do:
-                self.times[group.column] = _count_work(prepared, group, todo.answers_to_do)
+                # the lengths of examples that no cell still needs must not enter the mean
+                waiting = prepared.left(group)
+                examples = [example for example in group.examples if example.id in waiting]
+                length = fmean(example.size() for example in examples)
+                longest_answer = max(example.max_new_tokens for example in examples)
+                self.times[group.column] = TaskTime(
+                    todo.answers_to_do, prompts=len(examples), length=length, longest_answer=longest_answer
+                )
                 self.answers += todo.answers_to_do
                 self.open_cells[group.column] = len(group.cells)
         self.left = TimeLeft(self.times)
@@ -131,7 +137,6 @@ class Display:
             self._print_line(now)
 
     def _estimate_seconds_left(self) -> float | None:
-        """Return the seconds left of the whole run. Return None if they are not known within a factor of two."""
         return self.left.bound_run().estimate()
 
     def _print_line(self, now: float) -> None:
@@ -147,17 +152,3 @@ class Display:
         if len(self.times) > 1 and self.done < self.answers:
             words.append(f"now {self.current}")
         say(", ".join(words))
-
-
-def _count_work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
-    """Return the work that a group has left: its ``answers``, and the number and sizes of the prompts to be read.
-
-    The group must have an answer left.
-    """
-    # ``left`` gives the examples that some cell still needs. The others are not read again, so their lengths must not
-    # enter the mean
-    waiting = prepared.left(group)
-    examples = [example for example in group.examples if example.id in waiting]
-    length = fmean(example.size() for example in examples)
-    longest_answer = max(example.max_new_tokens for example in examples)
-    return TaskTime(answers, prompts=len(examples), length=length, longest_answer=longest_answer)

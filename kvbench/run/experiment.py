@@ -206,7 +206,10 @@ class _Measurement:
         while busy:
             # WAITING_S divides WAITING_SAID_S, so this is true once in WAITING_SAID_S, and at the beginning
             if waited_s % WAITING_SAID_S == 0 and not self.quiet:
-                say(f"waiting for another run, which measures {_name_cells(busy)}; what it leaves is measured here")
+                cells = f"{busy[0].label} on {busy[0].column}"
+                if len(busy) > 1:
+                    cells += f" and {len(busy) - 1} other results"
+                say(f"waiting for another run, which measures {cells}; what it leaves is measured here")
             time.sleep(WAITING_S)
             waited_s += WAITING_S
             # cells that were measured here are done; only the others are tried again
@@ -217,14 +220,6 @@ class _Measurement:
         """Measure parts together. Return the cells that are left out because another process measures them."""
         cfg, store = self.prepared.cfg, self.prepared.store
         return run_groups(self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast)
-
-
-def _name_cells(cells: Sequence[Cell]) -> str:
-    """Return the first cell of ``cells`` in words, and the number of further cells."""
-    first = f"{cells[0].label} on {cells[0].column}"
-    if len(cells) == 1:
-        return first
-    return f"{first} and {len(cells) - 1} other results"
 
 
 def _measure_rounding(host: Host, groups: Sequence[Group]) -> Facts:

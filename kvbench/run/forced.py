@@ -54,7 +54,11 @@ def _score_together(host: Host, text: ScoredText, full: PromptCache | None, rows
     """Return the score of the text under each of ``rows``, computed in one pass. ``score_text`` explains the rest."""
     # [T]: the tokens behind the compressed prefix, which are fed and scored
     fed_ids = torch.tensor(text.ids[text.prefix :])
-    first = _find_first_counted(text)
+    # predictions count behind the token at this index of ``fed_ids``: all of them unless the text is a window whose
+    # first tokens are only read
+    first = 0
+    if text.scored_from is not None:
+        first = max(0, text.scored_from - text.prefix)
     synchronise(host.model.device)
     start = time.perf_counter()
     caches = [row.cache for row in rows]
@@ -89,17 +93,6 @@ def _score_together(host: Host, text: ScoredText, full: PromptCache | None, rows
     return scored
 
 
-def _find_first_counted(text: ScoredText) -> int:
-    """Return the index, among the tokens behind the prefix, of the token behind which predictions count.
-
-    It is 0 if every token behind the prefix counts: the text is no window of a long text, or the prefix is the
-    window's whole first half.
-    """
-    if text.scored_from is None:
-        return 0
-    return max(0, text.scored_from - text.prefix)
-
-
 def compare_with_full(
     host: Host, example: Example, encoded: Encoded, *, rows: Sequence[QueuedRow], full: PromptCache, most: int
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
@@ -128,7 +121,6 @@ def compare_rows(
     """
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
-        """Return the rows of ``part`` with their divergences, computed in one pass for each text."""
         caches = [row.cache for row in part]
         # each row has its comparisons by kind of text
         fidelities: list[dict[str, TextFidelity]] = [{} for _ in part]
@@ -161,7 +153,6 @@ def compare_answers(
             texts.append((list(question), answer))
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
-        """Return the rows of ``part`` with their divergences, computed in one pass for each question."""
         caches = [r.cache for r in part]
         answers: list[list[TextFidelity]] = [[] for _ in part]
         for question, answer in texts:

@@ -81,7 +81,6 @@ class GroupRun:
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make the reader of prompts and the decode queue."""
         # the ids of cells whose first prompt was read twice (``note_repeats``)
         self.read_twice: set[str] = set()
         self.reader = PromptReader(self.host, self._call_with_room)
@@ -333,7 +332,10 @@ class GroupRun:
             self.refuse_cell(cell, str(build_answer_refusal(cell.chain, self.host.model.dtype)), example)
             return
         try:
-            decode_peak = self._audit_answer(row, answer)
+            # the last token of an answer is never read, so the cache grows by one token less
+            decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
+            if answer.stored is not None:
+                check_bytes(row.cache, answer.stored, self.host.shape())
             asking = None
             if row.turn is None:
                 sample: Sample | None = build_sample(row, answer, text, value, decode_peak)
@@ -355,14 +357,6 @@ class GroupRun:
         # store first: listeners may rely on the sample being on disk
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
-
-    def _audit_answer(self, row: QueuedRow, answer: Answer) -> int:
-        """Return the most tokens that a head held while answering. Raises Refused if the cache held too much."""
-        # the last token of an answer is never read, so the cache grows by one token less
-        decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
-        if answer.stored is not None:
-            check_bytes(row.cache, answer.stored, self.host.shape())
-        return decode_peak
 
     def note_repeats(self, cell: Cell, cache: PromptCache, encoded: Encoded) -> None:
         """Say so if a method from outside keeps something else of its first prompt when it reads it a second time."""
@@ -483,7 +477,6 @@ def _order_work(groups: Sequence[Group], todo: Sequence[Todo]) -> list[Work]:
 
 
 def _list_waiting(todo: Sequence[Todo]) -> list[Cell]:
-    """Return the cells that still need an example, each once."""
     cells_by_id: dict[str, Cell] = {}
     for cells_by_example in todo:
         for cells in cells_by_example.values():

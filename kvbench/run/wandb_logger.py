@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +220,16 @@ class _Sender:
         stored_samples = list(self.prepared.store.samples(cell.id).values())
         shown_samples = stored_samples[: self.cfg.samples]
         if shown_samples:
-            row["samples"] = self._build_answer_table(shown_samples, cell_run.group)
+            references_of_task = {example.id: example.answers for example in cell_run.group.task.examples}
+            table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
+            for sample in shown_samples:
+                references = sample.answers
+                if references is None:
+                    # samples of older versions hold no references; the task still has them
+                    references = references_of_task.get(sample.id, ())
+                kept_percent = round(100 * sample.kept / sample.n, 3)
+                table.add_data(sample.id, sample.prediction, "\n".join(references), sample.score, kept_percent)
+            row["samples"] = table
         cell_run.wandb_run.log(row, step=len(cell_run.samples))
         values: dict[str, object] = {"status": status}
         if reason:
@@ -233,19 +242,6 @@ class _Sender:
         # W&B marks a run as failed by its exit code
         exit_code = 0 if status in ("complete", "done") else 1
         cell_run.wandb_run.finish(exit_code=exit_code)
-
-    def _build_answer_table(self, samples: Sequence[Sample], group: Group) -> Any:
-        """Return W&B's table of one cell's answers, with references, scores and the share of tokens kept."""
-        references_of_task = {example.id: example.answers for example in group.task.examples}
-        table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
-        for sample in samples:
-            references = sample.answers
-            if references is None:
-                # samples of older versions hold no references; the task still has them
-                references = references_of_task.get(sample.id, ())
-            kept_percent = round(100 * sample.kept / sample.n, 3)
-            table.add_data(sample.id, sample.prediction, "\n".join(references), sample.score, kept_percent)
-        return table
 
     def _record_unchanged(self, cell: Cell) -> dict[str, object]:
         """Return {"nothing_compressed": True} if the scores say nothing about the method, as metrics.json does."""
@@ -263,7 +259,6 @@ class _Sender:
             self._log_heat_maps(maps)
 
     def _log_heat_maps(self, maps: Mapping[str, _NeedleMaps]) -> None:
-        """Log the heat maps of all methods, by label, as pictures and as a table, in one W&B run."""
         # a map of a method that compressed nothing says nothing about the method
         titles = {label: f"{label}: {found.mean():.0f} %" for label, (_, found) in maps.items()}
         titles |= {label: f"{label}: nothing was compressed" for label in self._find_unchanged()}
@@ -294,7 +289,6 @@ class _Sender:
         return labels - compressing
 
     def _needle_cells(self) -> list[Cell]:
-        """Return the cells of all needle tasks."""
         cells: list[Cell] = []
         for group in self.prepared.groups:
             if group.task.category == "needle":
@@ -475,7 +469,6 @@ def _explain_unreachable(url: str) -> str | None:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return an error's type and the first non-blank line of its message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not text:
         return type(error).__name__
