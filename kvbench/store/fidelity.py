@@ -206,7 +206,6 @@ def _compute_percentile(kl: NDArray[np.float64], name: str) -> float | None:
 
 
 def _exponentiate(interval: stats.Interval | None) -> stats.Interval | None:
-    """Return the interval of exp(v) from the interval of v; None for None."""
     if interval is None:
         return None
     low, high = interval

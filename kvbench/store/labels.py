@@ -105,7 +105,6 @@ def list_settings(identity: Identity) -> dict[str, object]:
 
 
 def _mapping_or_empty(value: object) -> Mapping[str, Any]:
-    """Return a value if it is a mapping, else an empty mapping."""
     if isinstance(value, Mapping):
         return value
     return {}

@@ -28,6 +28,13 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
     device = model.device
     is_gpu = device.type == "cuda"
     device_name = torch.cuda.get_device_name(device) if is_gpu else f"cpu {platform.machine()}"
+    # kernels sum in another order than plain attention, which changes the last digits
+    if kernels.serves(device):
+        attention = "triton"
+    elif device.type == "cpu" and kernels.enabled() and on_cpu.installed():
+        attention = "c"
+    else:
+        attention = "plain"
     return {
         "kvbench": version(),
         "commit": read_commit(),
@@ -38,20 +45,8 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": _name_attention(device),
+        "attention": attention,
     }
-
-
-def _name_attention(device: torch.device) -> str:
-    """Return the code that computes attention while decoding: kernels in ``triton`` or ``c``, or ``plain`` PyTorch.
-
-    It is a part of the provenance, since kernels sum in another order than plain attention and change the last digits.
-    """
-    if kernels.serves(device):
-        return "triton"
-    if device.type == "cpu" and kernels.enabled() and on_cpu.installed():
-        return "c"
-    return "plain"
 
 
 ROOT = Path(__file__).resolve().parents[2]

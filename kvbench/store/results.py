@@ -384,7 +384,6 @@ def share(payload16: float, overhead16: float, full16: float) -> float:
 
 
 def _list_fields(cls: type[DataclassInstance]) -> list[str]:
-    """Return the names of a record's fields, without ``more``."""
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 

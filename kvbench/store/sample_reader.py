@@ -13,7 +13,6 @@ class SampleReader:
     """
 
     def __init__(self, store: ResultStore) -> None:
-        """Begin without samples."""
         self.store = store
         self._samples: dict[str, dict[str, Sample]] = {}
 

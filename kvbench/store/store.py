@@ -36,7 +36,6 @@ from kvbench.base.errors import KvbenchError, UsageError, unknown
 from kvbench.base.files import (
     Appender,
     Line,
-    Lines,
     disk_error,
     is_blocked,
     is_locked,
@@ -256,7 +255,13 @@ class ResultStore:
             status, reason = "done", None
         else:
             status, reason = "never", None
-        return Status(status, n, total, reason=reason, measuring=measuring, changed=self._find_last_change(cell_id))
+        folder = self.folder(cell_id)
+        times = []
+        for pattern in ("samples-*.jsonl", "*.json"):
+            for path in folder.glob(pattern):
+                with suppress(OSError):  # another process may have removed the file meanwhile
+                    times.append(path.stat().st_mtime)
+        return Status(status, n, total, reason=reason, measuring=measuring, changed=max(times, default=None))
 
     def _read_total(self, cell_id: str) -> int | None:
         """Return how many examples the cell's task has; None if neither record nor metrics know."""
@@ -266,16 +271,6 @@ class ResultStore:
         # records of older versions lack the number; the metrics have it, too
         total: int | None = self.metrics(cell_id).get("of")
         return total
-
-    def _find_last_change(self, cell_id: str) -> float | None:
-        """Return the last time when a file of the cell was changed, in seconds; None if the cell has no files."""
-        folder = self.folder(cell_id)
-        times = []
-        for pattern in ("samples-*.jsonl", "*.json"):
-            for path in folder.glob(pattern):
-                with suppress(OSError):  # another process may have removed the file meanwhile
-                    times.append(path.stat().st_mtime)
-        return max(times, default=None)
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
@@ -318,20 +313,16 @@ class ResultStore:
         except UsageError as error:
             return str(error)
         try:
-            self._check_files(folder)
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise unreadable(folder, "it is no folder")
+            for path in sorted(p for p in folder.glob("*") if NEEDED.fullmatch(p.name)):
+                # locks are opened without following links
+                if is_blocked(path) or (path.name.startswith("lock") and path.is_symlink()):
+                    raise unreadable(path, "it is no readable file")
             self.cell(cell_id)
         except UsageError as error:
             return f"{error}; kvbench clean sets the result aside, so that it is measured again"
         return None
-
-    def _check_files(self, folder: Path) -> None:
-        """Raise UsageError if a cell's folder is not one, or if something else is in place of a file that it needs."""
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise unreadable(folder, "it is no folder")
-        for path in sorted(p for p in folder.glob("*") if NEEDED.fullmatch(p.name)):
-            # locks are opened without following links
-            if is_blocked(path) or (path.name.startswith("lock") and path.is_symlink()):
-                raise unreadable(path, "it is no readable file")
 
     def metrics(self, cell_id: str) -> Line:
         """Return the content of metrics.json, or {} without that file. A damaged file gives {} and a warning."""
@@ -368,21 +359,15 @@ class ResultStore:
                 # the order must depend on the text alone, never on file or position; any such order would do
                 if example_id not in chosen or text < chosen[example_id][0]:
                     chosen[example_id] = (text, line)
-            self._warn_of_uncounted(path, lines)
+            problems = []
+            # a torn line is no reason to warn, since another process may be writing it
+            if lines.damaged:
+                problems.append(_describe_uncounted("damaged line", "damaged lines", lines.damaged))
+            if lines.foreign:
+                problems.append(_describe_uncounted("line of another result", "lines of another result", lines.foreign))
+            if problems:
+                self._warn(path, f"{'; '.join(problems)}; kvbench clean sets them aside")
         return {example_id: line for example_id, (_, line) in sorted(chosen.items())}
-
-    def _warn_of_uncounted(self, path: Path, lines: Lines) -> None:
-        """Warn of damaged and foreign lines in a file of samples, if it has any.
-
-        A torn line is no reason to warn: another process may be writing it.
-        """
-        problems = []
-        if lines.damaged:
-            problems.append(_describe_uncounted("damaged line", "damaged lines", lines.damaged))
-        if lines.foreign:
-            problems.append(_describe_uncounted("line of another result", "lines of another result", lines.foreign))
-        if problems:
-            self._warn(path, f"{'; '.join(problems)}; kvbench clean sets them aside")
 
     def _refusal_path(self, cell_id: str, example_id: str) -> Path:
         """Return the path of the file that holds a refusal. It is named by a hash, since ids may be no file names."""

@@ -58,7 +58,13 @@ def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> li
     for cell in cells:
         if not store.measuring(cell):
             if whole:
-                removals.append(_build_cell_removal(store, cell))
+                try:
+                    n = len(store.lines(cell))
+                except UsageError:
+                    about = "unreadable"
+                else:
+                    about = f"{n} samples" if n else "nothing measured"
+                removals.append(Removal("cell", cell, store.folder(cell), about))
             else:
                 removals += _list_waste(store, cell)
     return removals
@@ -88,17 +94,6 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
                     raise disk_error(error, removal.path) from None
 
 
-def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
-    """Return the removal of a cell's whole folder, with a text that says how many samples it would delete."""
-    try:
-        n = len(store.lines(cell))
-    except UsageError:
-        about = "unreadable"
-    else:
-        about = f"{n} samples" if n else "nothing measured"
-    return Removal("cell", cell, store.folder(cell), about)
-
-
 def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     """Yield the removals that lose no sample of a cell: the whole cell if it has no sample, else the waste beside them.
 
@@ -119,8 +114,17 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
             yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
     yield from _list_marks(store, cell, status)
-    yield from _list_temporary_files(folder, cell)
-    yield from _list_uncounted_lines(folder, cell)
+    for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
+        # another process may be writing a young temporary file now, and may rename it at any moment
+        with suppress(FileNotFoundError):
+            age_s = time.time() - path.lstat().st_mtime
+            if age_s > STALE_S:
+                yield Removal("temporary", cell, path, "half written")
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        count = len(read_lines(path, cell).uncounted)
+        if count:
+            words = "1 line that does not count" if count == 1 else f"{count} lines that do not count"
+            yield Removal("lines", cell, path, f"{words}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
 
@@ -143,25 +147,6 @@ def _list_marks(store: ResultStore, cell: str, status: Status) -> Iterator[Remov
     for path in blocked_paths:
         kind = "a folder" if path.is_dir() else "no readable file"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
-
-
-def _list_temporary_files(folder: Path, cell: str) -> Iterator[Removal]:
-    """Yield the removals of temporary files that a killed process left in a cell's folder."""
-    for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
-        # another process may be writing a young temporary file now, and may rename it at any moment
-        with suppress(FileNotFoundError):
-            age_s = time.time() - path.lstat().st_mtime
-            if age_s > STALE_S:
-                yield Removal("temporary", cell, path, "half written")
-
-
-def _list_uncounted_lines(folder: Path, cell: str) -> Iterator[Removal]:
-    """Yield a removal for each file of samples in a cell's folder that has lines which do not count."""
-    for path in sorted(folder.glob("samples-*.jsonl")):
-        count = len(read_lines(path, cell).uncounted)
-        if count:
-            words = "1 line that does not count" if count == 1 else f"{count} lines that do not count"
-            yield Removal("lines", cell, path, f"{words}, moved to {damaged_path(path).name}")
 
 
 def _has_lines(folder: Path) -> bool:
@@ -224,7 +209,6 @@ def _set_aside(path: Path, cell: str) -> None:
 
 
 def _write_synced(out: IO[bytes], content: bytes) -> None:
-    """Write ``content`` to an open file, and sync it to the device."""
     out.write(content)
     out.flush()
     os.fsync(out.fileno())

@@ -186,7 +186,6 @@ def _average(values: Sequence[float], most: float) -> tuple[float | None, stats.
 
 
 def _show_mean(show: Callable[[float], float], scores: Sequence[float]) -> float | None:
-    """Return the mean of the scores as ``show`` prints it; None without scores."""
     if not scores:
         return None
     return show(fmean(scores))
