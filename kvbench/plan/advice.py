@@ -109,7 +109,6 @@ def about_larger_caches(chains: Sequence[ChainConfig], shape: Shape, n: int) -> 
 
 
 def _count_bytes(chain: Chain, shape: Shape, n: int) -> int | None:
-    """Return the bytes of a cache of n tokens by formula at 16 bits; None if there is no formula yet."""
     # low-rank methods have no sizes before they are calibrated, and a prompt that cannot be encoded has no tokens
     if not n or any(stage.unbound for stage in chain.stages):
         return None

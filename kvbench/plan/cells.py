@@ -83,7 +83,12 @@ def build_groups(
             check_installed(task.metric)
             task = _set_samples(task, cfg.sampling.samples_per_prompt)
             task = replace(task, thought=cfg.prompt.find_thought(tokenizer, task))
-            column = _name_column(task, dataset.label)
+            label = dataset.label
+            # the examples of a task are alike: all are texts that are scored, or none is
+            if task.turns or task.examples[0].scored:
+                # here both values of query_aware= mean the same protocol, so neither gets a column of its own
+                label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
+            column = f"{task.id} {label}".strip()
             # both values of query_aware= give this column if its name leaves them out: measure it once
             if any(g.column == column for g in groups):
                 continue
@@ -131,15 +136,6 @@ def _load_dataset(
         policy=cfg.prompt,
         query_aware=dataset.query_aware,
     )
-
-
-def _name_column(task: Task, label: str) -> str:
-    """Return the head of a task's column: its id, and the swept values in ``label``, such as ``window=8,n=4``."""
-    # the examples of a task are alike: all are texts that are scored, or none is
-    if task.turns or task.examples[0].scored:
-        # here both values of query_aware= mean the same protocol, so neither gets a column of its own
-        label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
-    return f"{task.id} {label}".strip()
 
 
 def _set_samples(task: Task, count: int) -> Task:

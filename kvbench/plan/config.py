@@ -87,7 +87,6 @@ class Sampling:
     samples_per_prompt: int = identity(default=1)
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a setting that is not possible."""
         temperature_fits = _is_number(self.temperature) and (
             self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= 1000
         )
@@ -135,7 +134,6 @@ class LoggerConfig:
     samples: int = runtime(default=100)
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a setting that is not possible."""
         modes = ("online", "offline", "disabled")
         check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
         if self.mode != "disabled" and self.name != "wandb":
@@ -220,14 +218,27 @@ class RunConfig:
         return self.model.name
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a setting that is not possible."""
-        self._check_kl()
+        tokens_fit = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
+        check("kl_tokens", self.kl_tokens, tokens_fit, "a number of tokens, 2 or more, or null")
+        check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
+        if self.kl_mode == THROUGH_CACHE and self.kl_tokens is not None:
+            raise UsageError(
+                f"kl_tokens={self.kl_tokens} is not possible with kl_mode={THROUGH_CACHE}, which reads windows"
+            )
         for name in ("baseline", "mix", "kl"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
-        self._check_resources()
+        check_piece_size(self.shared_prefix)
+        threads_fit = self.threads is None or self.threads <= MAX_THREADS
+        check("threads", self.threads, threads_fit, f"auto, or 1 to {MAX_THREADS}")
+        memory_fits = self.memory is None or (_is_number(self.memory) and self.memory >= LEAST_MEMORY)
+        check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, 0.000001 (1 KiB) or more")
+        shards_fit = is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS
+        check("shards", self.shards, shards_fit, f"1 to {words.MAX_SHARDS}")
+        shard_fits = is_whole(self.shard) and 0 <= self.shard < self.shards
+        check("shard", self.shard, shard_fits, f"0 to {self.shards - 1}, since shards={self.shards}")
         is_name = self.reference is None or isinstance(self.reference, str)
         check("reference", self.reference, is_name, "one of method=, or null")
         check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
@@ -242,28 +253,6 @@ class RunConfig:
         }
         for key, path in paths.items():
             check(key, path, path is None or (isinstance(path, str) and bool(path)), "a path, or null")
-
-    def _check_kl(self) -> None:
-        """Raise UsageError for settings of the comparison with the full cache that are not possible."""
-        tokens_fit = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
-        check("kl_tokens", self.kl_tokens, tokens_fit, "a number of tokens, 2 or more, or null")
-        check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
-        if self.kl_mode == THROUGH_CACHE and self.kl_tokens is not None:
-            raise UsageError(
-                f"kl_tokens={self.kl_tokens} is not possible with kl_mode={THROUGH_CACHE}, which reads windows"
-            )
-
-    def _check_resources(self) -> None:
-        """Raise UsageError for a size of pieces, threads, memory or shards that is not possible."""
-        check_piece_size(self.shared_prefix)
-        threads_fit = self.threads is None or self.threads <= MAX_THREADS
-        check("threads", self.threads, threads_fit, f"auto, or 1 to {MAX_THREADS}")
-        memory_fits = self.memory is None or (_is_number(self.memory) and self.memory >= LEAST_MEMORY)
-        check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, 0.000001 (1 KiB) or more")
-        shards_fit = is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS
-        check("shards", self.shards, shards_fit, f"1 to {words.MAX_SHARDS}")
-        shard_fits = is_whole(self.shard) and 0 <= self.shard < self.shards
-        check("shard", self.shard, shard_fits, f"0 to {self.shards - 1}, since shards={self.shards}")
 
 
 def read(arguments: Sequence[str]) -> RunConfig:
@@ -328,22 +317,16 @@ def _build_config(request: RunRequest, raw: Mapping[str, Any]) -> RunConfig:
     other_settings["data_root"] = raw["data"]["root"]
     other_settings["preset"] = request.preset
     logger = LoggerConfig(**raw["logger"])
-    _check_logger(logger, request.values)
+    if logger.name != "wandb":
+        for key, value in request.values.items():
+            if key.startswith("logger."):
+                raise UsageError(f"{key}={value} needs a logger: add logger=wandb")
     other_settings["logger"] = logger
     # None leaves the number to the machine
     for key in ("batch_rows", "memory", "threads"):
         if other_settings[key] == "auto":
             other_settings[key] = None
     return RunConfig(model=model, chains=(), datasets=tuple(_build_dataset_configs(raw)), **other_settings)
-
-
-def _check_logger(logger: LoggerConfig, values: Mapping[str, object]) -> None:
-    """Raise UsageError if ``values``, the typed settings by key, set up a logger and there is none to use them."""
-    if logger.name == "wandb":
-        return
-    for key, value in values.items():
-        if key.startswith("logger."):
-            raise UsageError(f"{key}={value} needs a logger: add logger=wandb")
 
 
 def group_overrides(request: RunRequest) -> list[str]:
@@ -378,7 +361,18 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": per}
     raw["tasks"] = list(request.tasks) or raw["tasks"]
     for key, value in request.values.items():
-        _set_value(raw, key, value)
+        parent, _, last = key.rpartition(".")
+        mapping = raw
+        prefix = ""
+        if parent:
+            prefix = f"{parent}."
+            # ``words`` accepts only keys below groups that exist
+            for part in parent.split("."):
+                mapping = mapping[part]
+        if last not in mapping:
+            names = [f"{prefix}{name}" for name in mapping]
+            raise unknown("key", key, names, listed_by="kvbench run --help keys")
+        mapping[last] = value
     # entries of conf/ write ??? for a value that has no default
     for key, value in raw["model"].items():
         if value == "???":
@@ -413,27 +407,7 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
         raise UsageError(flatten_hydra_error(error)) from None
 
 
-def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a full key such as ``model.dtype`` in ``raw``, the composed entries of conf/.
-
-    Raises UsageError if there is no such key.
-    """
-    parent, _, last = key.rpartition(".")
-    mapping = raw
-    prefix = ""
-    if parent:
-        prefix = f"{parent}."
-        # ``words`` accepts only keys below groups that exist
-        for part in parent.split("."):
-            mapping = mapping[part]
-    if last not in mapping:
-        names = [f"{prefix}{name}" for name in mapping]
-        raise unknown("key", key, names, listed_by="kvbench run --help keys")
-    mapping[last] = value
-
-
 def _list_limit_names() -> set[str]:
-    """Return the names of prompt limits in the entries of conf/model."""
     names: set[str] = set()
     for entry in entries("model").values():
         names.update(entry["prompt_limits"])

@@ -162,7 +162,6 @@ def find_nearest_kv_size(
     least = _find_smallest_size(template, kind)
 
     def payload_at(size: int) -> float:
-        """Return the chain's payload at a kv_size."""
         return count(with_size(template, size).chain)
 
     low, high = _bracket_target(payload_at, target, least)

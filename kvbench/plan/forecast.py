@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.engine import memory, precision
@@ -52,7 +52,14 @@ class Forecast:
 def forecast_run(plan: RunPlan) -> Forecast:
     """Return the remaining work, with the memory and time of each group and the memory limit."""
     device = load.resolve_device(plan.cfg.device)
-    cache_memory = _limit_cache_memory(plan)
+    limit = memory.cache_limit(plan.cfg.memory, plan.share_layers())
+    # memory= is for caches alone
+    if plan.cfg.memory is not None:
+        cache_memory = limit
+    else:
+        # the limit is a part of the devices' free memory, and no weights are loaded yet: take off the same part of them
+        weights = int(memory.USED_SHARE * load.weight_bytes(plan.source))
+        cache_memory = max(0, limit - weights)
     estimates = {g.column: plan.estimate(g) for g in plan.groups}
     parts_by_column, shared_prefills = _divide_groups(plan, estimates, cache_memory)
     groups = []
@@ -63,7 +70,22 @@ def forecast_run(plan: RunPlan) -> Forecast:
         # every prompt that is read once more is one less that is saved
         prefills_saved = todo.prefills_saved - (prefills - todo.prefills)
         todo = replace(todo, prefills=prefills, prefills_saved=prefills_saved)
-        groups.append(_forecast_group(todo, estimates[group.column], parts, cache_memory))
+        estimate = estimates[group.column]
+        too_large = []
+        for part in parts:
+            too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
+        # parts run one after the other, so the largest one counts
+        peak_bytes = max((estimate.bytes(part.cells, cache_memory) for part in parts), default=0)
+        groups.append(
+            GroupForecast(
+                **vars(todo),
+                prompt_tokens=estimate.prompt_tokens,
+                bytes=peak_bytes,
+                parts=[labels(part) for part in parts],
+                too_large=too_large,
+                seconds=estimate.seconds,
+            )
+        )
     return Forecast(
         memory=cache_memory,
         device=str(device),
@@ -71,37 +93,6 @@ def forecast_run(plan: RunPlan) -> Forecast:
         groups=groups,
         notes=plan.advice() + plan.note_drawn_answers() + plan.note_cut_prompts(),
     )
-
-
-def _forecast_group(todo: GroupTodo, estimate: Estimate, parts: Sequence[Group], cache_memory: int) -> GroupForecast:
-    """Return the remaining work of one group with its memory and time, if it runs in ``parts``.
-
-    cache_memory: the bytes that caches may take.
-    """
-    too_large = []
-    for part in parts:
-        too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
-    # parts run one after the other, so the largest one counts
-    peak_bytes = max((estimate.bytes(part.cells, cache_memory) for part in parts), default=0)
-    return GroupForecast(
-        **vars(todo),
-        prompt_tokens=estimate.prompt_tokens,
-        bytes=peak_bytes,
-        parts=[labels(part) for part in parts],
-        too_large=too_large,
-        seconds=estimate.seconds,
-    )
-
-
-def _limit_cache_memory(plan: RunPlan) -> int:
-    """Return the bytes that caches may take: the configured number, or the devices' memory minus the weights."""
-    limit = memory.cache_limit(plan.cfg.memory, plan.share_layers())
-    # memory= is for caches alone
-    if plan.cfg.memory is not None:
-        return limit
-    # the limit is a part of the devices' free memory, and no weights are loaded yet: take off the same part of them
-    weights = int(memory.USED_SHARE * load.weight_bytes(plan.source))
-    return max(0, limit - weights)
 
 
 def _divide_groups(

@@ -18,7 +18,6 @@ class Inputs:
     """
 
     def __init__(self) -> None:
-        """Begin without tokenizers and tasks."""
         self._tokenizers: dict[str, Tokenizer] = {}
         self._tasks: dict[str, tuple[Tokenizer | None, tuple[Task, ...]]] = {}
 

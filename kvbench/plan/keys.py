@@ -60,7 +60,6 @@ def flag(name: str) -> Key:
     """Return a key with the values true and false, by default false."""
 
     def read(text: str) -> bool:
-        """Return the value of a text. Raises ValueError for another text than true and false."""
         if text not in ("true", "false"):
             raise ValueError(text)
         return text == "true"
@@ -77,7 +76,6 @@ def optional(key: Key) -> Key:
     """Return the key with ``null`` as an allowed text and as its default. It stands for None."""
 
     def read(text: str) -> Any:
-        """Return None for ``null``, and otherwise what the key itself reads."""
         if text == "null":
             return None
         return key.read(text)

@@ -162,7 +162,6 @@ class RunPlan:
             return None
 
     def _count_tokens(self, group: Group, example: Example) -> int:
-        """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
         if example.scored is not None:
             return len(example.scored.ids)
         encoded = self._encode(example, group)
@@ -268,7 +267,6 @@ class RunPlan:
         return records
 
     def _list_cells(self) -> Iterator[Cell]:
-        """Yield the cells of all groups."""
         for group in self.groups:
             yield from group.cells
 
@@ -280,6 +278,16 @@ class RunPlan:
             answers_to_do = sum(len(cells) for cells in remaining.values())
             # each round reads the prompts again; here a round has one group
             prefills = self.count_prefills(group, [part for (part,) in rounds([group])])
+            # several methods may need the same calibration, which is computed once
+            missing: dict[str, Request] = {}
+            for cells in remaining.values():
+                for cell in cells:
+                    missing |= {request.key: request for request in self.session.missing(cell.chain)}
+            calibrations = []
+            for request in missing.values():
+                recipe = request.recipe
+                size = f"{recipe.samples} samples of {recipe.tokens} tokens"
+                calibrations.append(f"{recipe.kind} ({size}, {request.text})")
             todo = GroupTodo(
                 task=group.column,
                 methods=labels(group),
@@ -290,24 +298,10 @@ class RunPlan:
                 answers_done=len(group.cells) * len(group.examples) - answers_to_do,
                 prefills=prefills,
                 prefills_saved=answers_to_do - prefills,
-                calibrations=self._describe_calibrations(remaining),
+                calibrations=calibrations,
             )
             todos.append(todo)
         return todos
-
-    def _describe_calibrations(self, remaining: Mapping[str, Sequence[Cell]]) -> list[str]:
-        """Return a text for each calibration that is missing for the ``remaining`` cells, which stand by example id."""
-        # several methods may need the same calibration, which is computed once
-        missing: dict[str, Request] = {}
-        for cells in remaining.values():
-            for cell in cells:
-                missing |= {request.key: request for request in self.session.missing(cell.chain)}
-        texts = []
-        for request in missing.values():
-            recipe = request.recipe
-            size = f"{recipe.samples} samples of {recipe.tokens} tokens"
-            texts.append(f"{recipe.kind} ({size}, {request.text})")
-        return texts
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """Return groups with every chain bound to its calibration. Compute missing calibrations first.

@@ -106,7 +106,12 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
     # but knobs are looked for among those that will run: conf/config.yaml supplies the ones that are not typed
     methods = [registry.read_method(method) for method in typed_methods or read_config()["chains"]]
     tasks = typed_tasks or read_config()["tasks"]
-    groups = _read_groups(texts)
+    groups = {}
+    for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
+        if group in texts:
+            if texts[group] not in entries(group):
+                raise unknown(kind, texts[group], entries(group))
+            groups[group] = texts[group]
     knobs, values = _read_settings(settings, methods, _list_datasets(tasks), multirun)
     sweep = _build_sweep_overrides(texts, multirun)
     preset = texts.get("preset")
@@ -164,17 +169,6 @@ def _replace_fidelity(settings: Mapping[str, object]) -> Mapping[str, object]:
     if "kl" not in new_settings and ("kl_tokens" in new_settings or "kl_mode" in new_settings):
         new_settings["kl"] = True
     return new_settings
-
-
-def _read_groups(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of conf/prompt and conf/logger that were typed. Raises UsageError for unknown ones."""
-    groups = {}
-    for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
-        if group in texts:
-            if texts[group] not in entries(group):
-                raise unknown(kind, texts[group], entries(group))
-            groups[group] = texts[group]
-    return groups
 
 
 def _read_settings(
@@ -486,7 +480,11 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
     """
     text = text_of(value)
-    known_knobs = _list_knobs(methods, datasets)
+    known_knobs: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
+    # the entries hf and plain list all knobs of models and of prompts
+    known_knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
+    known_knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
+    known_knobs |= {f"method.{stage}": entry for stage, entry in gather_entries(methods).items()}
     owners = [owner for owner, knobs in known_knobs.items() if has_knob(knobs, knob)]
     groups = {owner.partition(".")[0] for owner in owners}
     if len(groups) > 1:
@@ -508,16 +506,6 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets
         # ``resolve`` decides which stages take it
         return {knob: _read_grid(value, default)}
     return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
-
-
-def _list_knobs(methods: Sequence[Method], datasets: Sequence[str]) -> dict[str, Mapping[str, object]]:
-    """Return the knobs and their defaults by owner: the run's datasets and stages, its model and its prompt policy."""
-    knobs: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
-    # the entries hf and plain list all knobs of models and of prompts
-    knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
-    knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
-    knobs |= {f"method.{stage}": entry for stage, entry in gather_entries(methods).items()}
-    return knobs
 
 
 def _read_grid(value: Any, default: Any) -> Any:
