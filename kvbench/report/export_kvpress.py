@@ -177,7 +177,6 @@ class Run:
         return all(cell.unchanged for cell, _ in self.tasks.values())
 
     def _stages(self) -> Sequence[StageRecord]:
-        """Return the stages of the method's chain, in their order."""
         stages: Sequence[StageRecord] = self.cell.record.identity["chain"]["stages"]
         return stages
 

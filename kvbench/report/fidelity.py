@@ -59,7 +59,6 @@ def build_tables(report: ReportData) -> list[Table]:
 
 
 def _find_divergences(cell: CellResult) -> Mapping[str, FidelitySummary]:
-    """Return a cell's divergences by kind of text; {} if it is not measured."""
     if cell.summary is None:
         return {}
     return cell.summary.fidelity

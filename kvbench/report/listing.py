@@ -134,7 +134,6 @@ def list_cells(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCel
 
 
 def _make_sort_key(cell: StoredCell) -> tuple[str, str, str, str]:
-    """Return the sort key of a cell: dataset, label, differing settings and id."""
     return cell.record.column, cell.label, cell.differs, cell.id
 
 
@@ -173,7 +172,6 @@ def read_cell(store: ResultStore, cell_id: str) -> StoredCell:
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
-    """Return True if the cell has one of the values of every given filter."""
     # the part before the first space is the name: swept knobs follow the dataset, and budgets follow the method
     dataset = cell.record.column.partition(" ")[0]
     method = cell.label.partition(" ")[0]

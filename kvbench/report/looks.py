@@ -171,7 +171,6 @@ def _split_label(label: str) -> list[tuple[str, str]]:
 
 
 def _find_row(method: str) -> MethodRow:
-    """Return a method's row of the table, or one that is derived from its name."""
     if method in METHODS:
         return METHODS[method]
     name = method

@@ -307,7 +307,6 @@ def _compare_with_full(
 
 
 def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, float]:
-    """Return the scores of a cell by example, for this run's examples; {} for a refused cell."""
     if reader.store.refusal(cell.id) is not None:
         return {}
     samples = reader.read(cell.id)

@@ -88,7 +88,6 @@ def group_comparable(cells: Iterable[StoredCell]) -> list[Comparable]:
 
 
 def _build_report(store: ResultStore, group_by_task: Mapping[str, Comparable]) -> Report:
-    """Return the report of one model on one dataset, from the results of each task."""
     # the keys are the methods' labels in order; the full cache comes first, as in the report of a run
     labels: dict[str, None] = {}
     if any(FULL in group for group in group_by_task.values()):
@@ -109,26 +108,21 @@ def _build_report(store: ResultStore, group_by_task: Mapping[str, Comparable]) -
         columns.append(ReportColumn(task, metric_name or identity["metric"]["name"], category="", floor=False))
     rows = [_make_row(label, columns, group_by_task, samples_of) for label in labels]
     first = next(iter(group_by_task[columns[0].task].values()))
+    settings = list_settings(first.record.identity)
+    words = [f"Model {first.record.model}", str(settings["dtype"])]
+    if settings["query_aware"] is False:
+        words.append("query_aware=false")
+    # what tells results of one label, dataset and model apart
+    if first.differs:
+        words.append(first.differs)
     return Report(
         model=first.record.model,
-        settings=_describe_settings(first),
+        settings=", ".join(words),
         columns=tuple(columns),
         rows=tuple(rows),
         notes=(),
         results=str(store.root),
     )
-
-
-def _describe_settings(cell: StoredCell) -> str:
-    """Return the settings that the results of a report share with one of its results, as one line of text."""
-    settings = list_settings(cell.record.identity)
-    words = [f"Model {cell.record.model}", str(settings["dtype"])]
-    if settings["query_aware"] is False:
-        words.append("query_aware=false")
-    # what tells results of one label, dataset and model apart
-    if cell.differs:
-        words.append(cell.differs)
-    return ", ".join(words)
 
 
 def _make_row(

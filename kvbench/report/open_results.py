@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.files import Line, disk_error, parse_finite_json
 from kvbench.report import listing
 from kvbench.store.fidelity import KINDS
-from kvbench.store.labels import Identity, list_settings
+from kvbench.store.labels import list_settings
 from kvbench.store.results import Facts, Record
 from kvbench.store.store import ResultStore
 
@@ -62,9 +62,15 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
         line["kind"] = cell.record.kind
     if cell.unchanged:
         line["nothing_compressed"] = True
+    protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
+    # contexts with several questions: the history that each question's prompt has
+    if "turns" in identity:
+        protocol["turns"] = identity["turns"]
+    if "samples_per_prompt" in settings:
+        protocol["samples_per_prompt"] = settings["samples_per_prompt"]
     return line | {
         "knobs": settings["knobs"],
-        "protocol": _build_protocol(identity, settings),
+        "protocol": protocol,
         "bytes": cell.bytes,
         "percent_of_full": cell.percent_of_full,
         "fidelity": _select_distances(means.get("fidelity", {})),
@@ -77,21 +83,6 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
         "transformers": facts.get("transformers"),
         "cell": cell.id,
     }
-
-
-def _build_protocol(identity: Identity, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return how the model was asked: the prompt's form, and the turns and the answers a prompt if there are several.
-
-    identity: the cell's identity.
-    settings: the same cell's ``list_settings``.
-    """
-    protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
-    # contexts with several questions: the history that each question's prompt has
-    if "turns" in identity:
-        protocol["turns"] = identity["turns"]
-    if "samples_per_prompt" in settings:
-        protocol["samples_per_prompt"] = settings["samples_per_prompt"]
-    return protocol
 
 
 def _select_distances(fidelity: Record) -> dict[str, dict[str, object]]:
@@ -138,7 +129,10 @@ def read_lines(place: Path) -> list[Line]:
             line = parse_finite_json(text)
         except ValueError as error:
             raise UsageError(f"line {number} of {path} is no JSON, with finite numbers alone: {error}") from None
-        wrong_keys = _find_wrong_keys(line)
+        if not isinstance(line, dict):
+            wrong_keys = list(REQUIRED)
+        else:
+            wrong_keys = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
         if wrong_keys:
             raise UsageError(
                 f"line {number} of {path}: {', '.join(wrong_keys)} is missing or of another kind; each line is a JSON "
@@ -146,10 +140,3 @@ def read_lines(place: Path) -> list[Line]:
             )
         lines.append(line)
     return lines
-
-
-def _find_wrong_keys(line: object) -> list[str]:
-    """Return the keys of REQUIRED that a parsed line lacks or whose value has another type."""
-    if not isinstance(line, dict):
-        return list(REQUIRED)
-    return [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]

@@ -254,7 +254,6 @@ def _list_pages_freed(report: ReportData) -> list[tuple[str, PagesFreed]]:
 
 
 def _write_mean(row: ReportRow, detail: Detail) -> str:
-    """Return the mean score of a row as text; a dash unless all of its cells are measured."""
     if row.means is None or not row.is_complete:
         return "—"
     if row.is_unchanged:
@@ -383,7 +382,14 @@ def write_legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     if detail.notes:
         lines += _note_storage(report, summaries)
         lines += report.remarks
-    lines.append(_say_where_to_look(report, detail))
+    line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
+    hidden = []
+    if not detail.intervals:
+        hidden.append("--intervals")
+    if not detail.notes:
+        hidden.append("--notes (storage, how it was measured)")
+    hidden.append("--json (everything)")
+    lines.append(f"{line} More: {', '.join(hidden)}.")
     return lines
 
 
@@ -423,20 +429,7 @@ def _note_storage(report: ReportData, summaries: Sequence[CellSummary]) -> list[
     return lines
 
 
-def _say_where_to_look(report: ReportData, detail: Detail) -> str:
-    """Return the line that names the folder of samples and the options that show more."""
-    line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
-    hidden = []
-    if not detail.intervals:
-        hidden.append("--intervals")
-    if not detail.notes:
-        hidden.append("--notes (storage, how it was measured)")
-    hidden.append("--json (everything)")
-    return f"{line} More: {', '.join(hidden)}."
-
-
 def _list_sample_sizes(report: ReportData) -> list[tuple[int, int]]:
-    """Return (examples measured, examples of the task) of the cells. Each pair occurs once."""
     # a partly measured cell has fewer examples
     summaries = [cell.summary for cell in report.cells if cell.summary is not None]
     return list(dict.fromkeys((summary.n, summary.of) for summary in summaries))

@@ -24,7 +24,12 @@ def build_tables(report: ReportData) -> list[Table]:
     Return [] unless the report has the same tasks, at least two, at several lengths, or WITHOUT_QA tasks or more at one
     length.
     """
-    columns = _find_columns(report)
+    # the index of each column of RULER's own, by (task, length)
+    columns = {}
+    for index, column in enumerate(report.columns):
+        task_and_length = _parse_column(column)
+        if task_and_length is not None:
+            columns[task_and_length] = index
     lengths = sorted({length for _, length in columns})
     tasks = list(dict.fromkeys(task for task, _ in columns))
     # each length must have the same tasks, or their means do not compare
@@ -68,16 +73,6 @@ def _read_scores(row: ReportRow, columns: Mapping[tuple[str, int], int]) -> dict
         if summary is not None and summary.score is not None:
             scores[task_and_length] = summary.score
     return scores
-
-
-def _find_columns(report: ReportData) -> dict[tuple[str, int], int]:
-    """Return, by (task, length), the index of the report's column with RULER's scores. Substitutes are left out."""
-    columns = {}
-    for index, column in enumerate(report.columns):
-        task_and_length = _parse_column(column)
-        if task_and_length is not None:
-            columns[task_and_length] = index
-    return columns
 
 
 def _parse_column(column: ReportColumn) -> tuple[str, int] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvbench.base.conf import entries
 from kvbench.plan import presets
-from kvbench.plan.config import DatasetConfig, RunConfig
+from kvbench.plan.config import DatasetConfig
 from kvbench.plan.run_plan import RunPlan
 
 
@@ -15,7 +15,14 @@ def describe_settings(prepared: RunPlan) -> str:
     cfg = prepared.cfg
     parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
-        parts.append(_describe_preset(cfg.preset, cfg))
+        methods: list[str] = []
+        for configured in cfg.chains:
+            methods += [stage.id for stage in configured.chain.stages]
+        untouched_methods = presets.untouched(cfg.preset, cfg.model.name, methods)
+        words = f"preset {cfg.preset}"
+        if untouched_methods:
+            words += f" (sets nothing of {', '.join(untouched_methods)})"
+        parts.append(words)
     default_entries = entries("dataset")
     for dataset in cfg.datasets:
         parts.append(_describe_dataset(dataset, default_entries[dataset.name]))
@@ -26,17 +33,6 @@ def describe_settings(prepared: RunPlan) -> str:
         parts.append(f"score of a prompt: mean over {cfg.sampling.samples_per_prompt} answers")
     # a dataset that is named twice with different tasks has the same text both times; say it once
     return "; ".join(dict.fromkeys(parts)) + "."
-
-
-def _describe_preset(preset: str, cfg: RunConfig) -> str:
-    """Return the name of the run's preset, with the methods of the run that the preset does not configure."""
-    methods: list[str] = []
-    for configured in cfg.chains:
-        methods += [stage.id for stage in configured.chain.stages]
-    untouched_methods = presets.untouched(preset, cfg.model.name, methods)
-    if not untouched_methods:
-        return f"preset {preset}"
-    return f"preset {preset} (sets nothing of {', '.join(untouched_methods)})"
 
 
 def _describe_dataset(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:

@@ -256,24 +256,16 @@ def heat(
     for side in ("top", "right", "left", "bottom"):
         ax.spines[side].set_visible(False)
     if numbers:
-        _write_numbers(ax, image, values, numbers)
+        for (i, j), value in np.ndenumerate(values):
+            # nothing was measured there
+            if np.isnan(value):
+                continue
+            red_green_blue = image.cmap(image.norm(value))[:3]
+            # each is from 0 to 1, so white has the sum 3
+            colour = "black" if sum(red_green_blue) > 1.6 else "white"
+            text = numbers % value
+            # as in texts, a small negative value is 0 and not -0, and a minus is a minus
+            if float(text) == 0:
+                text = numbers % 0
+            ax.text(j, i, text.replace("-", "−"), ha="center", va="center", fontsize=6, color=colour)
     return image
-
-
-def _write_numbers(ax: Axes, image: Any, values: np.ndarray, number_format: str) -> None:
-    """Write each value into its cell of a map, black on light cells and white on dark ones. A nan leaves it empty.
-
-    image: matplotlib's image of the values [rows, columns].
-    """
-    for (i, j), value in np.ndenumerate(values):
-        # nothing was measured there
-        if np.isnan(value):
-            continue
-        red_green_blue = image.cmap(image.norm(value))[:3]
-        # each is from 0 to 1, so white has the sum 3
-        colour = "black" if sum(red_green_blue) > 1.6 else "white"
-        text = number_format % value
-        # as in texts, a small negative value is 0 and not -0, and a minus is a minus
-        if float(text) == 0:
-            text = number_format % 0
-        ax.text(j, i, text.replace("-", "−"), ha="center", va="center", fontsize=6, color=colour)

@@ -137,7 +137,6 @@ def _summarise_fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]
 
 
 def _average_if_complete(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values, or None if one of them is None."""
     present = [value for value in values if value is not None]
     if len(present) < len(values):
         return None
@@ -145,7 +144,6 @@ def _average_if_complete(values: Sequence[float | None]) -> float | None:
 
 
 def _average_present(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if all are None."""
     present = [value for value in values if value is not None]
     if not present:
         return None
@@ -187,7 +185,6 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
     """
 
     def difference(means: stats.Pairs) -> float:
-        """Return the difference of (the method's mean, the full cache's mean) as it is shown."""
         method_mean, full_mean = means
         return show(float(method_mean)) - show(float(full_mean))
 
@@ -301,7 +298,6 @@ def _average_weighted_if_complete(values: Sequence[float | None], weights: Seque
 
 
 def _in_percent(tokens: float | None, prompt_tokens: float) -> float | None:
-    """Return a number of tokens in per cent of the prompt's; None for None."""
     if tokens is None:
         return None
     return 100 * tokens / prompt_tokens

@@ -85,7 +85,13 @@ class Table:
 
     def folded(self) -> Iterator[Table]:
         """Yield the table in pieces of columns that fit WIDTH. Each piece begins with the table's first column."""
-        first_width = self._first_width()
+        # writers put "· " in front of a heading, break it at each comma and indent the following lines by as much
+        indentation = 2
+        heading_lines: list[str] = []
+        for heading in self.headings.values():
+            heading_lines += heading.split(", ")
+        widest_heading = indentation + max(map(len, heading_lines))
+        first_width = max(self.width(0), widest_heading) + GAP
         columns, width = [0], first_width
         for column in range(1, len(self.headers)):
             added_width = self.width(column) + GAP
@@ -97,21 +103,8 @@ class Table:
             width += added_width
         yield self._select(columns)
 
-    def _first_width(self) -> int:
-        """Return the number of characters that the first column takes, with the headings of blocks and the gap."""
-        # writers put "· " in front of a heading, break it at each comma and indent the following lines by as much
-        indentation = 2
-        heading_lines: list[str] = []
-        for heading in self.headings.values():
-            heading_lines += heading.split(", ")
-        widest_heading = indentation + max(map(len, heading_lines))
-        return max(self.width(0), widest_heading) + GAP
-
     def _select(self, columns: Sequence[int]) -> Table:
-        """Return the table with only these columns."""
-
         def pick(texts: Sequence[str]) -> tuple[str, ...]:
-            """Return the texts of these columns out of those of all columns."""
             return tuple(texts[column] for column in columns)
 
         # a table without groups has (), and no column can be picked from that

@@ -57,7 +57,6 @@ def build_tables(report: ReportData) -> list[Table]:
 
 
 def _find_turns(cell: CellResult) -> TurnsSummary | None:
-    """Return a cell's scores by question; None if it is not measured or its contexts have one question."""
     if cell.summary is None:
         return None
     return cell.summary.questions

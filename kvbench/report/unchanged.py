@@ -53,7 +53,6 @@ def _freezes_layers(chain: Chain) -> bool:
 
 
 def _keeps_all_tokens(sample: Sample) -> bool:
-    """Return True if a method kept every token of a prompt."""
     return sample.kept >= sample.n
 
 

@@ -106,7 +106,6 @@ def text(table: Table, terminal: bool = False) -> str:
 
 
 def _make_rich_text(cell: str) -> Text:
-    """Return a cell for rich. The first line of a Bold cell is bold."""
     parts = [Text(line) for line in split_lines(cell)]
     if isinstance(cell, Bold):
         parts[0].stylize("bold")
@@ -181,7 +180,6 @@ def markdown(table: Table) -> str:
     """Return a table as Markdown. Pipes and tags in it are escaped."""
 
     def join_row(cells: Iterable[str]) -> str:
-        """Return one line of the table."""
         return f"| {' | '.join(cells)} |"
 
     def write_cell(text: str) -> str:
@@ -264,7 +262,6 @@ def latex(table: Table) -> str:
 
 
 def _escape_latex(text: str) -> str:
-    """Return a text escaped for LaTeX, so that it prints unchanged."""
     # LaTeX would read a bracket right after a line break as its length
     return re.sub(r"^\[", "{[}", visible(text).translate(LATEX))
 
@@ -284,7 +281,6 @@ def html(
     """
 
     def write_content(row: int, column: int) -> str:
-        """Return the HTML in a cell: the caller's, or else the cell's own text."""
         if cell is not None:
             return cell(row, column)
         return html_lines(table.rows[row][column])
