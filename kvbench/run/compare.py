@@ -73,13 +73,7 @@ def compare(
     Answers are stored below ``results``, as `run` stores them. If you repeat the call, only missing answers are
     measured. Raises UsageError if a setting is not possible. The error names its key and value.
     """
-    _check_methods(methods)
-    for key, value in settings.items():
-        # the loaded model's dtype and device are facts; a setting could only contradict them
-        if key == "device" or key in LOADED:
-            raise UsageError(f"{key}={value!r} is not possible: the model is loaded already")
-    is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
-    check("results", results, is_folder, "a folder")
+    _check_arguments(methods, results, settings)
     # under torch.autocast, layers would compute in another dtype than the one declared for their caches
     check_precision()
     check_is_model(model)
@@ -113,8 +107,11 @@ def compare(
         torch.set_num_threads(threads)
 
 
-def _check_methods(methods: object) -> None:
-    """Raise UsageError unless ``methods`` is a list of names, of dicts with the key ``method``, and of chains."""
+def _check_arguments(methods: object, results: object, settings: Mapping[str, object]) -> None:
+    """Raise UsageError for an argument of ``compare`` that is not possible.
+
+    ``methods`` is a list of names, of dicts with the key ``method``, and of chains.
+    """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list, as ['snapkv', 'h2o']")
     for method in methods:
@@ -124,6 +121,12 @@ def _check_methods(methods: object) -> None:
                 f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
                 "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
             )
+    for key, value in settings.items():
+        # the loaded model's dtype and device are facts; a setting could only contradict them
+        if key == "device" or key in LOADED:
+            raise UsageError(f"{key}={value!r} is not possible: the model is loaded already")
+    is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
+    check("results", results, is_folder, "a folder")
 
 
 def _list_entries(
