@@ -118,12 +118,9 @@ class RunPlan:
         notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)
         notes += about_ignored(self.cfg, tasks)
         notes += self._note_unreached_budgets()
-        notes += about_larger_caches(self.cfg.chains, model.shape, self._count_first_prompt())
+        longest = max(self._count_tokens(group, group.examples[0]) for group in self.groups)
+        notes += about_larger_caches(self.cfg.chains, model.shape, longest)
         return notes
-
-    def _count_first_prompt(self) -> int:
-        """Return the length in tokens of the longest of the tasks' first prompts."""
-        return max(self._count_tokens(group, group.examples[0]) for group in self.groups)
 
     def note_drawn_answers(self) -> list[str]:
         """Return the note that the answers drawn for one prompt count as one; [] if a prompt has one answer."""

@@ -16,7 +16,7 @@ from kvbench.tasks.metrics.stats import FEWEST
 
 if TYPE_CHECKING:
     from kvbench.kv.pages import PagesFreed
-    from kvbench.report.data import CellResult, Delta, ReportColumn, ReportData, ReportRow, RowMeans
+    from kvbench.report.data import CellResult, Delta, ReportData, ReportRow, RowMeans
     from kvbench.store.results import CellSummary
 
 FORMATS = ("text", "md", "csv", "latex")
@@ -269,11 +269,6 @@ def _write_delta(delta: Delta | None, detail: Detail) -> str:
     return with_interval(delta.mean, ci, sign=True, mark="*" if delta.is_sure else "")
 
 
-def _lower_is_better(column: ReportColumn) -> bool:
-    """Return True for a perplexity. No other metric is printed as a function of its mean."""
-    return metric(column.metric).formula is not None
-
-
 def _has_masks(report: ReportData) -> bool:
     """Return True if any method attends fewer tokens than it holds."""
     return any(row.means is not None and row.means.attended_percent is not None for row in report.rows)
@@ -364,8 +359,9 @@ def write_legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
         lines.append(f"A task of fewer than {FEWEST} examples has no interval, and no star.")
     if any(cell.unchanged for cell in cells):
         lines.append(UNCHANGED_NOTE)
-    # dict.fromkeys keeps the order of the columns; a set would not
-    lower_is_better = dict.fromkeys(column.metric for column in report.columns if _lower_is_better(column))
+    # only perplexities are printed as a function (a formula) of their mean
+    metrics = dict.fromkeys(column.metric for column in report.columns)
+    lower_is_better = [name for name in metrics if metric(name).formula is not None]
     if lower_is_better:
         lines.append(f"{' and '.join(lower_is_better)}: lower is better.")
     if any(row.evicts for row in report.rows):

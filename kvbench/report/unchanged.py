@@ -44,12 +44,7 @@ def only_compresses(chain: Chain) -> bool:
         return False
     # A sample stores only the largest layer's token count while decoding. Frozen layers hold all tokens, so that count
     # equals the full cache's even if the other layers evict.
-    return not (chain.evicts and _freezes_layers(chain))
-
-
-def _freezes_layers(chain: Chain) -> bool:
-    """Return True if a stage keeps every token of some layers. Only token selectors have ``frozen_layers``."""
-    return any(getattr(stage, "frozen_layers", ()) for stage in chain.stages)
+    return not (chain.evicts and any(getattr(stage, "frozen_layers", ()) for stage in chain.stages))
 
 
 def _keeps_all_tokens(sample: Sample) -> bool:

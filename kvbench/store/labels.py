@@ -121,7 +121,15 @@ def describe_differences(identities: Sequence[Identity]) -> list[str]:
         for path in differing:
             # the last part of a path names the setting, except that metric.name is the metric
             setting = path.removesuffix(".name").rpartition(".")[2]
-            words.append(f"{setting}={_write_word(path, settings.get(path))}")
+            value = settings.get(path)
+            # an identity has false in place of a template if prompts have none
+            if path == "prompt.template" and not value:
+                word = "off"
+            elif path in ("prompt.template", "content", "model.fingerprint"):
+                word = _write_value(value)[:8]
+            else:
+                word = _write_value(value)
+            words.append(f"{setting}={word}")
         texts.append(" ".join(words))
     return texts
 
@@ -159,19 +167,6 @@ def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, 
                         yield f"{stage['id']}.{name}", setting
         else:
             yield f"{prefix}{key}", value
-
-
-def _write_word(path: str, value: Any) -> str:
-    """Return the value of the setting at a dotted path as one word.
-
-    A template or a hash is cut to its first 8 characters.
-    """
-    # an identity has false in place of a template if prompts have none
-    if path == "prompt.template" and not value:
-        return "off"
-    if path in ("prompt.template", "content", "model.fingerprint"):
-        return _write_value(value)[:8]
-    return _write_value(value)
 
 
 def _write_value(value: Any) -> str:

@@ -107,7 +107,7 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
         return
     if status.status in EMPTY and not status.n:
         # lines that do not count may be another cell's answers, and the only copy of them
-        if _has_lines(folder):
+        if any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl")):
             about = f"none of its lines count; moved to {aside_path(store, cell).parent}"
             yield Removal("aside", cell, folder, about)
         else:
@@ -147,11 +147,6 @@ def _list_marks(store: ResultStore, cell: str, status: Status) -> Iterator[Remov
     for path in blocked_paths:
         kind = "a folder" if path.is_dir() else "no readable file"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
-
-
-def _has_lines(folder: Path) -> bool:
-    """Return True if a cell's folder has lines of samples. These may be another cell's lines."""
-    return any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl"))
 
 
 def aside_path(store: ResultStore, cell: str) -> Path:

@@ -111,11 +111,6 @@ class Selector(TokenSelector):
 
     def check(self) -> None:
         super().check()
-        self._check_prompt_budget()
-        self._check_decode_budget()
-
-    def _check_prompt_budget(self) -> None:
-        """Fill in the default kv_ratio if there is no budget. Raise UsageError for one out of range, and for two."""
         if self.kv_size is not None and self.kv_ratio is not None:
             raise UsageError(
                 f"method.{self.id}: kv_size={self.kv_size} and kv_ratio={self.kv_ratio} are two ways to say one "
@@ -125,9 +120,6 @@ class Selector(TokenSelector):
             # a frozen dataclass can fill in its own fields only in this way
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         self._require_room("kv_size", self.kv_size)
-
-    def _check_decode_budget(self) -> None:
-        """Fill in the default decode_every beside a budget while decoding. Raise UsageError for one out of range."""
         if self.decode_budget is not None and self.decode_ratio is not None:
             raise UsageError(
                 f"method.{self.id}: decode_budget={self.decode_budget} and decode_ratio={self.decode_ratio} are two "

@@ -65,7 +65,14 @@ class Chain:
         # own fields only by object.__setattr__
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
-        _check_as_set(self)
+        selector = self.selector
+        if isinstance(selector, Selector) and selector.chooses_again:
+            reason = explain_refusal(selector)
+            knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
+            selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
+        if isinstance(selector, Selector) and selector.kv_size is not None:
+            _check_room_for_sinks(selector, self.modifiers)
+        refuse_conflicts(AS_SET, self.stages)
 
     @property
     def name(self) -> str:
@@ -512,21 +519,6 @@ def _explain_conflict(stage: Stage, model: ModelTraits) -> str | None:
     if stage.rotates:
         return model.unrolled
     return None
-
-
-def _check_as_set(chain: Chain) -> None:
-    """Raise UsageError, with the reason, if the stages cannot stand in one chain as their knobs are set.
-
-    ``check_set`` has already refused stages that cannot stand together whatever their knobs.
-    """
-    selector = chain.selector
-    if isinstance(selector, Selector) and selector.chooses_again:
-        reason = explain_refusal(selector)
-        knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
-        selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
-    if isinstance(selector, Selector) and selector.kv_size is not None:
-        _check_room_for_sinks(selector, chain.modifiers)
-    refuse_conflicts(AS_SET, chain.stages)
 
 
 def _check_room_for_sinks(selector: Selector, modifiers: Sequence[Modifier]) -> None:

@@ -282,10 +282,11 @@ def read_method(written: str) -> Method:
         raise UsageError(f"method={written!r}: full keeps everything as it is and is written alone")
     aliases: dict[str, str] = {}
     implied: dict[str, object] = {}
-    for alias in _find_aliases(written):
-        meaning = ALIASES[alias]
-        aliases[meaning.method] = alias
-        implied |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
+    written_parts = {part.strip() for part in written.split("+")}
+    for alias, meaning in ALIASES.items():
+        if set(alias.split("+")) <= written_parts:
+            aliases[meaning.method] = alias
+            implied |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
     return Method(written, entries, aliases=aliases, implied=implied)
 
 
@@ -299,12 +300,6 @@ def _resolve_aliases(parts: Sequence[str]) -> list[str]:
             # all parts of the alias have become the same id, of which only the first stays
             resolved = list(dict.fromkeys(with_repeats))
     return resolved
-
-
-def _find_aliases(method: str) -> list[str]:
-    """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
-    parts = {part.strip() for part in method.split("+")}
-    return [alias for alias in ALIASES if set(alias.split("+")) <= parts]
 
 
 def choose_by_size(entry: Mapping[str, object]) -> dict[str, object]:
