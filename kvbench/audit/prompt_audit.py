@@ -38,6 +38,8 @@ class MeasuredBytes:
     count alike in both.
     payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
     pages_freed: the fractions of the prompt's pages that an engine with paged attention could give back.
+    compressed_percent: the bytes of the layers that methods compress, in per cent of those of their full cache, both at
+        16 bits. None if the model has neither local layers nor states beside them.
     """
 
     n: int
@@ -52,6 +54,7 @@ class MeasuredBytes:
     overhead16: int
     full16: int
     pages_freed: PagesFreed
+    compressed_percent: float | None
 
 
 @dataclass
@@ -111,6 +114,9 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     fixed = local.payload + states.bytes
     fixed16 = local.payload16 + states.bytes16
     full_fixed, full_fixed16 = local.numbers * shape.itemsize + states.bytes, local.numbers * HALF + states.bytes16
+    compressed_percent = None
+    if cache.local or cache.states:
+        compressed_percent = 100 * (sums.payload16 + sums.overhead16) / (full_numbers * HALF)
     if chain.lowrank:
         # latents are one head that all others read
         payload_kv_head, payload_query_head = sums.payload, sums.payload
@@ -131,6 +137,7 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
         overhead16=sums.overhead16 + local.overhead,
         full16=full_numbers * HALF + full_fixed16,
         pages_freed=pages_freed(cache.layers, n),
+        compressed_percent=compressed_percent,
     )
 
 

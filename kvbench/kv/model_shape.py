@@ -61,8 +61,8 @@ class Shape:
 
     layers: the layers that methods compress: those that attend all tokens. In a model whose layers all slide, these
     are compressed, and none counts as local.
-    local_layers: layers that attend and hold only the last ``window`` tokens, or a chunk of so many. No method
-    compresses them.
+    local_layers: layers that attend and hold only the last ``window`` tokens, or a chunk of so many. Formats code
+    their tokens; no other method compresses them.
     local_kv_heads, local_head_dim: the kv heads and the head dimension of local layers; 0: those of the other layers.
     sharing_layers: layers at the model's end that read the keys and values of an earlier layer and hold none.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
@@ -172,11 +172,7 @@ class Shape:
         the tokens of their window, under heads of their own. States are counted, too.
         """
         compressible = self.layers * self.layer_bytes(tokens, itemsize, heads)
-        return compressible + self.fixed_bytes(tokens, itemsize)
-
-    def fixed_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes that no method compresses, after ``tokens`` tokens: those of local layers and of states."""
-        return self.local_bytes(tokens, itemsize) + self.state_bytes(itemsize)
+        return compressible + self.local_bytes(tokens, itemsize) + self.state_bytes(itemsize)
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of all states, which are the same for a text of any length."""
@@ -198,10 +194,6 @@ class Shape:
         kv_heads, head_dim = self.local_heads
         # 2: keys and values
         return 2 * kv_heads * tokens * head_dim * itemsize
-
-    def local_overhead(self, tokens: int) -> int:
-        """Return the bytes of the positions that local layers store after ``tokens`` tokens."""
-        return self.local_layers * min(tokens, self.window) * POSITION_BYTES
 
     @property
     def note(self) -> str | None:
@@ -244,14 +236,14 @@ class Shape:
             return (
                 f"{self.sharing_layers} of {self.all_layers} layers hold nothing: each reads the cache of an earlier "
                 f"layer, as that layer's method leaves it. {self.local_layers} are local (window {self.window}), and "
-                f"no method compresses them. Methods, budgets and tokens kept concern the other {self.layers}; bytes "
+                f"formats alone compress them. Methods, budgets and tokens kept concern the other {self.layers}; bytes "
                 "are those of all layers."
             )
         if not self.local_layers:
             return None
         return (
-            f"{self.local_layers} of {self.all_layers} layers are local (window {self.window}), and no method "
-            f"compresses them. Methods, budgets and tokens kept concern the other {self.layers}; bytes are those of "
+            f"{self.local_layers} of {self.all_layers} layers are local (window {self.window}), and formats alone "
+            f"compress them. Methods, budgets and tokens kept concern the other {self.layers}; bytes are those of "
             "all layers."
         )
 

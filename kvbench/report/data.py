@@ -112,6 +112,8 @@ class RowMeans:
     compress_ms: the milliseconds to compress its cache.
     decode_ms_per_token: the milliseconds of a decode step.
     pages_freed: the shares of a prompt's pages that an engine could give back; None for results of older versions.
+    compressed_percent: the bytes of the layers that methods compress, in per cent of their full cache's bytes, at 16
+        bits; None if no other layers hold anything.
     """
 
     score_mean: float | None
@@ -131,6 +133,7 @@ class RowMeans:
     compress_ms: float
     decode_ms_per_token: float
     pages_freed: PagesFreed | None = None
+    compressed_percent: float | None = None
 
 
 @dataclass(frozen=True)

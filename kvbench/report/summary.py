@@ -64,6 +64,7 @@ def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int, thou
         fidelity=_summarise_fidelity(samples),
         questions=summarise_turns(answers_by_context(samples), metric_name, [s.payload + s.overhead for s in samples]),
         pages_freed=PagesFreed.mean([s.pages_freed for s in samples]),
+        compressed_percent=_average_if_complete([s.compressed_percent for s in samples]),
     )
 
 
@@ -254,6 +255,7 @@ def summarise_row(
         compress_ms=1000 * _average_weighted([c.timing.compress_s for c in cells], weights),
         decode_ms_per_token=1000 * _average_weighted([c.timing.decode_s_per_token for c in cells], weights),
         pages_freed=PagesFreed.mean([c.pages_freed for c in cells], weights),
+        compressed_percent=_average_weighted_if_complete([c.compressed_percent for c in cells], weights),
     )
 
 

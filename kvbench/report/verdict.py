@@ -27,6 +27,7 @@ class MethodVerdict:
 
     method: the method's label, without the options that all rows of the method share.
     times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
+    times_smaller_compressed: the same over the layers alone that methods compress; None if no others hold anything.
     kept_percent: the tokens held, in per cent of the prompt's tokens; None if nothing is measured.
     attended_percent: the tokens that a step attends, in per cent of the prompt's tokens; None without masking.
     score: the mean score over tasks in printed units; None if a task has no score, or if nothing was compressed.
@@ -40,6 +41,7 @@ class MethodVerdict:
 
     method: str
     times_smaller: float | None
+    times_smaller_compressed: float | None
     kept_percent: float | None
     attended_percent: float | None
     score: float | None
@@ -56,6 +58,8 @@ class MethodVerdict:
         size, tokens, score, difference, divergence = "", "", "", "", ""
         if self.times_smaller is not None:
             size = describe_size(self.times_smaller)
+            if self.times_smaller_compressed is not None:
+                size += f" ({format_number(self.times_smaller_compressed)}x in layers it can touch)"
         if self.attended_percent is not None:
             tokens = f"attends {format_percent(self.attended_percent)}"
         elif self.kept_percent is not None:
@@ -112,7 +116,7 @@ def build_table(report: ReportData) -> Table | None:
 
 def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
-    times_smaller, kept_percent, attended_percent = None, None, None
+    times_smaller, times_smaller_compressed, kept_percent, attended_percent = None, None, None, None
     score, full_score = None, None
     full_means = full.means if full is not None else None
     if row.means is not None:
@@ -122,6 +126,9 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
             # the measured full cache has positions beside its keys and values, as every method has
             full_percent = full_means.percent_of_full
         times_smaller = full_percent / row.means.percent_of_full
+        if row.means.compressed_percent is not None:
+            full_compressed = full_means.compressed_percent if full_means is not None else None
+            times_smaller_compressed = (full_compressed or 100.0) / row.means.compressed_percent
         kept_percent = row.means.kept_percent
         attended_percent = row.means.attended_percent
         # a score beside the full cache's would look like a method that loses nothing
@@ -133,6 +140,7 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
     return MethodVerdict(
         method=name,
         times_smaller=times_smaller,
+        times_smaller_compressed=times_smaller_compressed,
         kept_percent=kept_percent,
         attended_percent=attended_percent,
         score=score,

@@ -86,6 +86,8 @@ class Sample:
     fidelity: the comparison with the full cache by kind of text, if it was asked for.
     turns: the answers to a context's several questions. ``score`` is their mean.
     pages_freed: the shares of the prompt's pages that an engine could give back.
+    compressed_percent: the bytes at 16 bits of the layers that methods compress, in per cent of their full cache; None
+        if the model has no other layers that hold anything.
     draws: the answers drawn for the prompt, if there are several. ``score`` is their mean, and ``prediction`` joins
     their texts. ``new_tokens`` and ``decode_s`` are sums over ``turns`` or ``draws``.
     more: the fields of a line that a newer version wrote.
@@ -117,6 +119,7 @@ class Sample:
     fidelity: Mapping[str, TextFidelity] | None = None
     turns: tuple[TurnAnswer, ...] | None = None
     pages_freed: PagesFreed | None = None
+    compressed_percent: float | None = None
     draws: tuple[DrawnAnswer, ...] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
 
@@ -300,7 +303,7 @@ class ScoreSummary:
         """Return the summary as the JSON of metrics.json, without the status."""
         # most cells have no length ranges, no thoughts, no fidelity and no contexts with several questions, and old
         # cells no pages: leave out what is empty
-        optional = ("buckets", "cut_thoughts", "fidelity", "questions", "pages_freed")
+        optional = ("buckets", "cut_thoughts", "fidelity", "questions", "pages_freed", "compressed_percent")
         return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
 
@@ -349,6 +352,7 @@ class CellSummary(ScoreSummary):
     cut_thoughts: the share of answers that end inside their thought.
     questions: the scores by question, for contexts with several.
     pages_freed: None if a sample does not have them, because an older version stored it.
+    compressed_percent: None if a sample does not have it.
     """
 
     prompt_tokens: float
@@ -375,6 +379,7 @@ class CellSummary(ScoreSummary):
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
     questions: TurnsSummary | None = None
     pages_freed: PagesFreed | None = None
+    compressed_percent: float | None = None
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:

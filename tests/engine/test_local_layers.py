@@ -179,7 +179,7 @@ def test_bytes_by_formula_and_of_built_layers_count_windows():
 def test_a_run_says_which_layers_pass_through_and_stores_bytes_of_all(tmp_path, capsys):
     assert traits.of_model(build("llama")).shape.note is None
     note = traits.of_model(build("gemma3_text")).shape.note
-    assert note.startswith("2 of 5 layers are local (window 24), and no method compresses them.")
+    assert note.startswith("2 of 5 layers are local (window 24), and formats alone compress them.")
     folder = tmp_path / "gemma"
     AutoConfig.for_model("gemma3_text", **{**COMMON, **CONFIGS["gemma3_text"], "vocab_size": 1024}).save_pretrained(
         folder
