@@ -245,7 +245,7 @@ def draw() -> Figure:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(
-        "States, and windows for methods that choose tokens, put much of a short prompt's cache out of reach",
+        "States, and windows where tokens are chosen, put much of a short prompt's cache out of reach",
         x=0.01,
         ha="left",
     )
