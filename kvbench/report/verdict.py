@@ -58,8 +58,9 @@ class MethodVerdict:
         size, tokens, score, difference, divergence = "", "", "", "", ""
         if self.times_smaller is not None:
             size = describe_size(self.times_smaller)
-            if self.times_smaller_compressed is not None:
-                size += f" ({format_number(self.times_smaller_compressed)}x in layers it can touch)"
+            compressed = self.times_smaller_compressed
+            if compressed is not None and describe_size(compressed) != size:
+                size += f"\n{format_number(compressed)}x in its layers"
         if self.attended_percent is not None:
             tokens = f"attends {format_percent(self.attended_percent)}"
         elif self.kept_percent is not None:
