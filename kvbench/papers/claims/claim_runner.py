@@ -62,7 +62,6 @@ def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
 
 
 def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
-    """Return the runs of the planned tables. A table that cannot be run on this model has none."""
     runs = []
     for our_tables in prepared.values():
         runs += [ours.run for ours in our_tables if ours.run is not None]
@@ -161,10 +160,6 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
 
 
 def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
-    """Return one claim as plain data: its statement, its verdict, and each measure's verdict with its numbers.
-
-    verdicts: the claim's verdicts by measure, that of POINTS among them.
-    """
     deciding_measure = claims.choose_deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
     # the reason, the cells and the methods that ran are those of points, the measure that is tried first
@@ -191,7 +186,6 @@ def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
 
 
 def _record_measure(verdict: Verdict) -> MeasureRecord:
-    """Return a verdict by one measure, with the numbers behind it, as data for JSON."""
     evidence = verdict.evidence
     settings_ci = [stats.in_percent(stats.mean_interval(some, (-1.0, 1.0))) for some in evidence.settings]
     return {

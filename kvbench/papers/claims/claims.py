@@ -356,12 +356,6 @@ def _reach_verdict(
     measure: str,
     level: float,
 ) -> Verdict:
-    """Return the verdict on a measured claim with all its numbers. Means and intervals are in hundredths.
-
-    unscaled: the evidence with the paper's own windows in place of scaled ones. It may be without differences.
-    p: the claim's corrected p-values.
-    family, measure, level: as in ``_choose_verdict``.
-    """
     differences = evidence.values
     mean_unscaled = None
     if len(unscaled.values):
@@ -409,14 +403,6 @@ class _PValues:
 def _correct_p_values(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
-    """Test each measured claim, and return the corrected p-values by the claim's id.
-
-    Holm's method corrects the three hypotheses separately, each over all claims.
-
-    measured: claims whose evidence has differences.
-    family: the number of claims over which p-values are corrected.
-    measure: one of MEASURES, the measure of the differences in the evidence.
-    """
     nothing = NOTHING[measure]
     # raw p-values by claim
     above, below, same = {}, {}, {}
@@ -443,7 +429,6 @@ def _correct_p_values(
 
 
 def _name_gap(evidence: Evidence) -> str:
-    """Return the verdict on a claim without any measured difference: UNMEASURED, FLOOR or ELSEWHERE."""
     if evidence.waiting:
         return UNMEASURED
     # if some dataset allows no comparison at all, the floor of the others is not the whole reason
@@ -453,14 +438,6 @@ def _name_gap(evidence: Evidence) -> str:
 
 
 def _count_needed_pairs(differences: Differences, least: float, level: float) -> int | None:
-    """Return how many examples would decide an undecided claim, if they had the mean and spread seen so far.
-
-    differences: one difference for each example.
-    least: the bound that the mean difference must exceed, or lie below.
-    level: the p-value below which one direction of the claim is decided.
-
-    Returns None for fewer than two differences, for a mean equal to ``least`` and for differences that are all equal.
-    """
     if len(differences) < 2:
         return None
     distance = abs(float(differences.mean()) - least)
@@ -477,12 +454,6 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
 
 @lru_cache  # each step is a permutation test, and many claims have the same arguments
 def _count_decidable_pairs(test: str, least: float, level: float) -> int | None:
-    """Return the smallest number of examples, to two digits, whose best result has an uncorrected p below ``level``.
-
-    test, least: as in ``_compute_lowest_p``.
-
-    Returns None if no number has: a randomisation test of FLIPS draws gives no p below 1 / (1 + FLIPS).
-    """
     if level <= 1 / (1 + stats.FLIPS):
         return None
     count = 10
@@ -494,13 +465,6 @@ def _count_decidable_pairs(test: str, least: float, level: float) -> int | None:
 
 @lru_cache  # a permutation test takes long, and many claims have the same arguments
 def _compute_lowest_p(test: str, examples: int, least: float) -> float:
-    """Return the lowest p-value that a claim can get from this number of ``examples``, uncorrected.
-
-    In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
-
-    test: the claim's test, one of TESTS.
-    least: the bound that the mean difference must exceed.
-    """
     best_difference = 0.0 if test == "no_worse" else 1.0
     return stats.p_above(np.full(examples, best_difference), least)
 
@@ -515,15 +479,7 @@ def _choose_verdict(
     measure: str,
     level: float,
 ) -> tuple[str, str]:
-    """Return (verdict, side) of a measured claim. The side is '' unless the verdict is mixed or fragile.
-
-    evidence: the claim's evidence, with differences on one dataset or more.
-    p: the claim's corrected p-values.
-    mean_unscaled: the mean difference in hundredths with the paper's own windows; None if it was not measured.
-    family: the number of claims over which p-values are corrected.
-    measure: one of MEASURES, the measure of the differences.
-    level: the p-value below which one direction is decided.
-    """
+    """Return (verdict, side) of a measured claim. The side is '' unless the verdict is mixed or fragile."""
     least = claim.least(measure)
     if claim.test == "better" and p.same < level:
         return NO_DIFFERENCE, ""
@@ -553,14 +509,6 @@ def _choose_verdict(
 
 
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
-    """Return True if one task or setting contradicts the claim's mean: its whole interval lies beyond ``least``.
-
-    differences: those of the task or setting [examples].
-    sign: 1 if the claim's mean lies above ``least``, -1 if it lies below.
-
-    The mean of the differences alone does not decide this. Means of a few examples often lie on the other side by
-    chance, and then almost every claim about sixteen tasks would be mixed.
-    """
     if len(differences) < stats.FEWEST:
         return False
     ci = stats.mean_interval(differences, (-1.0, 1.0))

@@ -48,7 +48,6 @@ class NumberReader:
     """
 
     def __init__(self, store: ResultStore) -> None:
-        """Begin without numbers."""
         self.store = store
         self._numbers: dict[str, dict[str, dict[str, float]]] = {}
         self._unchanged: dict[tuple[str, tuple[str, ...]], bool] = {}
@@ -172,12 +171,7 @@ class _Sides:
         unchanged: Sequence[str],
         waiting: Sequence[str],
     ) -> str:
-        """Return why measurements on some datasets are missing; '' if none are.
-
-        floors, unchanged, waiting: as in Evidence.
-        long: the datasets left out because their references are long.
-        from_full: the datasets left out because the divergence of the full cache from itself is 0.
-        """
+        """Return why measurements on some datasets are missing; '' if none are."""
         reasons = []
         if floors:
             reasons.append(f"the model fails on {', '.join(floors)}")
@@ -194,12 +188,10 @@ class _Sides:
 
 
 def _is_against_full(comparisons: Iterable[Comparison]) -> bool:
-    """Return True if a pair has the full cache on its second side."""
     return any(second.chain.is_full for comparison in comparisons for _, second in comparison.pairs)
 
 
 def _count_examples(comparisons: Iterable[Comparison]) -> int:
-    """Return the number of a dataset's examples. An example that is asked in several ways counts as one."""
     ids: set[str] = set()
     for comparison in comparisons:
         ids.update(example.id for example in comparison.group.task.examples)
@@ -259,15 +251,10 @@ def read_evidence(
 
 
 def _list_datasets(ours: OurTable) -> set[str]:
-    """Return the names of the datasets on which a table has scores."""
     return {column.dataset for column in ours.declared.scores}
 
 
 def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
-    """Return a claim's comparisons by dataset, one for each way of asking the dataset's examples.
-
-    pairs: the two rows of the table that each pair of the claim names.
-    """
     comparisons_of: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
     for column in ours.declared.scores:
@@ -290,7 +277,6 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
 
 
 def _list_cell_pairs(comparisons_of: Mapping[str, Sequence[Comparison]]) -> list[tuple[Cell, Cell]]:
-    """Return the pairs of cells of all comparisons in one list, dataset by dataset."""
     pairs: list[tuple[Cell, Cell]] = []
     for comparisons in comparisons_of.values():
         for comparison in comparisons:
@@ -299,10 +285,6 @@ def _list_cell_pairs(comparisons_of: Mapping[str, Sequence[Comparison]]) -> list
 
 
 def _list_unchanged_sides(comparisons: Sequence[Comparison], numbers: NumberReader) -> list[str]:
-    """Return the labels of the methods that compressed nothing in some comparison of one dataset, each once.
-
-    comparisons: the dataset's comparisons, one for each way of asking its examples.
-    """
     # ids keep each side once, since several pairs of a claim can share it
     sides: dict[str, tuple[Group, Cell]] = {}
     for comparison in comparisons:
@@ -317,7 +299,6 @@ def _list_unchanged_sides(comparisons: Sequence[Comparison], numbers: NumberRead
 
 
 def _list_missing_datasets(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> list[str]:
-    """Return the reasons why datasets of a claim's rows cannot be read here, each once."""
     reasons: dict[str, None] = {}
     for column in ours.declared.scores:
         for pair in pairs:
@@ -329,15 +310,10 @@ def _list_missing_datasets(ours: OurTable, pairs: Sequence[tuple[TableLine, Tabl
 
 
 def _take_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return a cell's scores by example, without answers that could not be scored."""
     return {example: sample.score for example, sample in samples.items() if sample.score is not None}
 
 
 def _take_divergences(samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return, by example, a cell's mean divergence from the full cache in nats a token; its rounding floor if higher.
-
-    The divergence is on the full cache's own answer if that was compared, else on the reference answer.
-    """
     means = {}
     for example, sample in samples.items():
         # each name has the texts whose tokens were compared with the full cache's predictions
@@ -350,10 +326,6 @@ def _take_divergences(samples: Mapping[str, Sample]) -> dict[str, float]:
 
 
 def _take_nats_lost(samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return, by example, the log-likelihood that the reference answer loses by compression, in nats a token.
-
-    It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
-    """
     lost = {}
     for example, sample in samples.items():
         texts = sample.fidelity

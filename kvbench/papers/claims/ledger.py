@@ -202,7 +202,6 @@ def read_with_own(results: Path) -> list[Ledger]:
 
 
 def _identify(content: Ledger) -> tuple[str, str]:
-    """Return (model, ids of the claims as lines). Ledgers with equal keys are two states of one ledger."""
     ids = [record["id"] for record in content["verdicts"]]
     return (content["model"], "\n".join(ids))
 
@@ -288,13 +287,11 @@ def _describe_difference(record: ClaimRecord) -> str:
 
 
 def _count_examples(record: ClaimRecord) -> int:
-    """Return the number of examples behind a claim's mean difference, over all tasks."""
     _, numbers = _choose_measure(record)
     return sum(numbers["n"].values())
 
 
 def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
-    """Return (name, numbers) of the measure that gave a claim its verdict."""
     if record["decided_by"]:
         return record["decided_by"], record["measures"][record["decided_by"]]
     # measures stand in the order in which they are tried, so the first one with the claim's verdict gave it
@@ -306,10 +303,6 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
 
 
 def _describe_briefly(record: ClaimRecord, count: int) -> str:
-    """Return a verdict in a few words, with the examples that would decide it, if it has fewer and that is known.
-
-    count: the number of examples behind the claim's mean difference.
-    """
     text = record["verdict"]
     if record["decided_by"] and len(record["measures"]) > 1:
         text += f" by {record['decided_by']}"
@@ -352,7 +345,6 @@ def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
 
 
 def _format_header(content: Ledger) -> str:
-    """Return the title of a ledger's column: the model, and whether it is a substitute or has points alone."""
     header = content["model"]
     if content["stand_in"]:
         header += ", a substitute model"
@@ -363,7 +355,6 @@ def _format_header(content: Ledger) -> str:
 
 
 def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
-    """Return True if any of a ledger's claims was tested by another measure than points, too."""
     return any(len(record["measures"]) > 1 for record in records)
 
 
@@ -376,7 +367,6 @@ def describe_verdict(record: ClaimRecord) -> str:
 
 
 def _name_verdict(record: ClaimRecord | MeasureRecord) -> str:
-    """Return a verdict in words, with the side that the mean takes, if any."""
     if record["side"]:
         return f"{record['verdict']} ({record['side']} in the mean)"
     return record["verdict"]
@@ -393,17 +383,12 @@ def describe_evidence(record: ClaimRecord) -> str:
 
 
 def _choose_scale(measure: str) -> tuple[int, int]:
-    """Return (divisor, digits behind the point) for printing a measure's numbers, which a ledger has in hundredths.
-
-    The divisor is 100 for numbers that are printed in nats, and 1 for points and per cent.
-    """
     if measure == LIKELIHOOD:
         return 100, 3
     return 1, 1
 
 
 def _find_margin(record: ClaimRecord, measure: str) -> float:
-    """Return the largest loss that counts as no loss, in hundredths; 0 for a claimed gain."""
     if record["test"] == "better":
         return 0.0
     if measure == POINTS:
@@ -412,7 +397,6 @@ def _find_margin(record: ClaimRecord, measure: str) -> float:
 
 
 def _format_difference(measure: str, mean: float, ci: Sequence[float] | None) -> str:
-    """Return a mean difference in hundredths with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
     scale, digits = _choose_scale(measure)
     if ci is not None:
         # a single example has no interval
@@ -421,14 +405,6 @@ def _format_difference(measure: str, mean: float, ci: Sequence[float] | None) ->
 
 
 def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
-    """Return the lines of one measure in a cell of ``compare_ledgers``.
-
-    The lines have the mean difference with its interval, the examples and the lowest p-value, and how many tasks are
-    for and against the claim. Where they apply, the mean of each setting, the number of pairs that would decide, and
-    the mean with the paper's windows follow.
-
-    numbers: the record of a measure that was measured.
-    """
     assert numbers["mean"] is not None  # callers describe only what was measured
     scale, digits = _choose_scale(measure)
     margin = _find_margin(record, measure)
@@ -454,7 +430,6 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
 
 
 def _describe_sample(numbers: MeasureRecord) -> str:
-    """Return a line with the examples of a task, the number of tasks, and the lowest corrected p-value."""
     # tasks can have different numbers of examples
     sizes = numbers["n"].values()
     fewest, most = min(sizes), max(sizes)
@@ -466,7 +441,6 @@ def _describe_sample(numbers: MeasureRecord) -> str:
 
 
 def _count_tasks(task_means: Sequence[float], least: float) -> str:
-    """Return a line with the numbers of tasks whose mean difference lies above, at and below the bound ``least``."""
     # a task is on neither side if its mean is the bound itself, up to rounding
     tasks_for = sum(task_mean > least + claims.SAME for task_mean in task_means)
     tasks_against = sum(task_mean < least - claims.SAME for task_mean in task_means)
@@ -475,7 +449,6 @@ def _count_tasks(task_means: Sequence[float], least: float) -> str:
 
 
 def _describe_model(content: Ledger) -> str:
-    """Return the model and its dtype in words. For a substitute, add whose data, tasks and budgets it has."""
     note = str(content["model"])
     if content["dtype"]:
         note += f", {content['dtype']}"

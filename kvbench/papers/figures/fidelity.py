@@ -48,10 +48,6 @@ ROWS = 16
 
 
 def _list_compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
-    """Yield (point, group, samples) of each cell of a compressed method that has samples in this run.
-
-    Refused cells are left out. So are the full cache's cells, since its divergence from itself is 0.
-    """
     for sweep_run in measured.runs:
         for point, group, cell in sweep_run.cells():
             if point.series == FULL:
@@ -108,7 +104,6 @@ def measure_by_budget(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _choose_texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
-    """Return the comparisons on one kind of text (see TEXTS), without samples that were not compared on it."""
     return [sample.fidelity[kind] for sample in samples if sample.fidelity and kind in sample.fidelity]
 
 
@@ -134,15 +129,10 @@ def measure_by_position(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _count_positions(texts: Sequence[TextFidelity]) -> int:
-    """Return the number of positions of the longest text; 0 without texts."""
     return max((len(text.kl) for text in texts), default=0)
 
 
 def _find_middle(start: int, length: int) -> float:
-    """Return the middle of a run of positions, from start + 1 to start + length.
-
-    start: the index of the run's first position, from 0. Positions count from 1.
-    """
     return start + (length + 1) / 2
 
 
@@ -172,12 +162,6 @@ def measure_by_layer(measured: MeasuredFigure) -> pd.DataFrame:
 def _measure_prompt(
     host: Host, task: Task, example: Example, series: Sequence[str], chains: Sequence[Chain]
 ) -> Iterator[tuple[str, str, int, float]]:
-    """Yield (series, kind of text in words, layer, mean divergence) of one prompt.
-
-    There is an item for each layer compressed alone, and one with the layer -1 for all layers at once.
-
-    chains: the chain of each of ``series``, in the same order.
-    """
     encoded = host.encode(example, task)
     # a question that a run withholds until the cache is compressed is a part of the prompt here
     ids = list(encoded.ids) + list(encoded.question)
@@ -194,10 +178,6 @@ def _measure_prompt(
 
 
 def _average_over_prompts(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean divergence over prompts, with its interval, for each combination of the other columns.
-
-    data: a row for each prompt and combination, with the prompt's mean divergence in the column ``kl``.
-    """
     place_columns = [column for column in data if column != "kl"]
     means: list[Place] = []
     for place_values, kl in data.groupby(place_columns, sort=False)["kl"]:
@@ -212,10 +192,6 @@ def _average_over_prompts(data: pd.DataFrame) -> pd.DataFrame:
 def _measure_layers(
     model: PreTrainedModel, full: PromptCache, cache: PromptCache, tokens: Tensor
 ) -> list[tuple[int, float]]:
-    """Return (layer, mean divergence over ``tokens``) for each layer of ``cache`` with all other layers exact.
-
-    Layer -1 stands for all layers of ``cache`` at once.
-    """
     single_layer_caches = [replace_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []
     for start in range(0, len(single_layer_caches), ROWS):
@@ -303,10 +279,6 @@ def state_layers(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _format_intervals(data: pd.DataFrame, index_columns: list[str]) -> pd.Series[str]:
-    """Return each row's divergence in nats as text, such as ``0.12 [0.1, 0.15]``, indexed by ``index_columns``.
-
-    A row without an interval, whose low and high are NaN, has the divergence alone.
-    """
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
         ci = None if math.isnan(low) else (low, high)
@@ -376,10 +348,6 @@ def measure_by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _count_runs_in_mean(runs: int) -> int:
-    """Return how many runs of positions a running mean goes over: an eighth of all runs, at least one.
-
-    runs: the number of runs in the longest text.
-    """
     return max(1, round(runs / RUNNING))
 
 

@@ -68,10 +68,6 @@ class Fact:
         return f"{self.label}: {shown}"
 
     def _format_places(self, values: pd.Series[Any]) -> str:
-        """Return numbers as text, by name and then by place, such as ``h2o 41.2 at 25, 43.0 at 50; snapkv 42.1 at 25``.
-
-        values: the last level of their index is the place, the levels before it are the name.
-        """
         name_levels = list(range(values.index.nlevels - 1))
         parts = []
         for name, numbers in values.groupby(level=name_levels, sort=False):
@@ -173,10 +169,6 @@ class Figure:
         return self.picture.draw(prepared, heading, self._compose_note(data, prepared, csv_facts))
 
     def _compose_note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
-        """Return the note below the heading: the model, the texts or tasks that it read, n, intervals, and ``note``.
-
-        prepared: the data as ``prepare`` returns them.
-        """
         # a part that the figure does not have is ''
         parts = [names.find_model(csv_facts), names.find_texts(csv_facts), names.find_tasks(data)]
         if "samples" in prepared:
@@ -300,11 +292,6 @@ def read_csv(path: Path) -> tuple[str, str]:
 
 
 def _save_drawing(print_drawing: Callable[..., None], path: Path, metadata: Mapping[str, str | None]) -> None:
-    """Write a drawing to a file.
-
-    print_drawing: writes the drawing to a buffer, in the format of the file.
-    metadata: entries of the file's head by name. None leaves out an entry that matplotlib would write.
-    """
     # drawing in memory first leaves no half-written file if it fails
     buffer = io.BytesIO()
     print_drawing(buffer, metadata=dict(metadata))

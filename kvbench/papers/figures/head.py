@@ -67,7 +67,6 @@ class Head:
 
 
 def _wrap(text: str, size: float, width: float) -> tuple[str, ...]:
-    """Return a text broken into lines, with letters of ``size`` points, for a figure of ``width`` inches."""
     # a letter is about half as wide as it is high, and an inch has 72 points
     letters = int(72 * width / (0.56 * size))
     return tuple(textwrap.wrap(text, letters))

@@ -155,11 +155,6 @@ class SweepRun:
     def _subtract_scores(
         self, cells: Sequence[tuple[Group, Cell]], base_cells: Sequence[tuple[Group, Cell]]
     ) -> Iterator[tuple[Group, list[float]]]:
-        """Yield (group, differences) of each task: the scores of a point's cells less those of the base method's cells.
-
-        Differences are as printed, with one for each example that both have answered. Tasks without such examples and
-        tasks that are measured as perplexity are left out.
-        """
         # columns tell the groups of a grid of a dataset's option apart, which share the task's id
         base_scores_by_column = {result.group.column: result.scores for result in self._list_results(base_cells)}
         for result in self._list_results(cells):
@@ -174,7 +169,6 @@ class SweepRun:
                 yield result.group, differences
 
     def _list_results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
-        """Return the results of a point's cells, without refused cells and those that have no answer."""
         results = []
         for group, cell in cells:
             # a reader keeps all samples that it read, so each cell gets a reader of its own
@@ -323,15 +317,10 @@ def _check_datasets(figure: Figure, names: Sequence[str], datasets: Sequence[str
 
 
 def _is_within(name: str, dataset: str) -> bool:
-    """Return True if ``name`` is the dataset or one of its tasks."""
     return name == dataset or name.startswith(f"{dataset}/")
 
 
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
-    """Plan the run of one sweep on a model, with the methods that the user names or else with the sweep's points.
-
-    options: the user's options, with the datasets to read under ``dataset``.
-    """
     cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
         # a figure with an x axis draws several budgets of a method as one line
@@ -340,11 +329,6 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
 
 
 def _plan_own_methods(sweep: Sweep, cfg: RunConfig, several: bool) -> SweepRun:
-    """Plan the run of a sweep whose points are replaced by the methods that the user named.
-
-    cfg: the configuration of the run, with the user's methods.
-    several: True if a series can have several points (see ``_make_own_points``).
-    """
     # the full cache has no stages and is no point of its own
     chain_configs = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
     points = _make_own_points([chain_config.label for chain_config in chain_configs], several)
@@ -353,10 +337,6 @@ def _plan_own_methods(sweep: Sweep, cfg: RunConfig, several: bool) -> SweepRun:
 
 
 def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
-    """Plan the run of a sweep's own points on a model.
-
-    cfg: the configuration of the run. Its methods are replaced by those of the points.
-    """
     preset_values: Mapping[str, object] = {}
     if sweep.preset:
         # a preset can have values for single models of conf/model; a folder or hub id gets the values for any model
@@ -374,10 +354,6 @@ def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
 
 
 def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings of a sweep's run: the user's ``options`` replace the figure's.
-
-    options: the user's options, with the datasets to read under ``dataset``.
-    """
     merged: dict[str, object] = {"model": model, "limit": figure.each}
     arguments = list(sweep.arguments)
     if model != stand_ins.MODEL:
@@ -398,11 +374,6 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
 
 
 def _make_own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
-    """Return a point for each method that the user named, with nan as its x.
-
-    labels: the methods' labels.
-    several: True if a series can have several points. Methods whose labels differ only in budgets then share a series.
-    """
     # each line is a label without its budgets
     lines = [line_of(label) for label in labels]
     points = []
@@ -416,11 +387,6 @@ def _make_own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
 
 
 def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: row_knobs.StandIn | None) -> Chain:
-    """Build the chain of a point.
-
-    preset_values: the values of the sweep's preset by full key.
-    stand_in: the tiny model, to which windows and sizes are scaled; None for any other model.
-    """
     entry: dict[str, Any] = {"method": point.method}
     if stand_in is not None:
         scaled = row_knobs.scale_windows(preset_values, registry.read_method(point.method).entries, stand_in)
@@ -434,7 +400,6 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
 
 
 def _name_task(group: Group, groups: Sequence[Group]) -> str:
-    """Return the name of a group's task in a figure's data, which no other group has. ``groups``: those of the run."""
     task_id = group.task.id
     if len(groups) == 1:
         return task_id
@@ -449,21 +414,12 @@ def _name_task(group: Group, groups: Sequence[Group]) -> str:
 
 
 def _make_gain_columns(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:
-    """Return the columns GAINS: the mean over tasks of paired differences as printed, with its interval.
-
-    differences_by_task: for each task, the differences of its examples.
-    scale: the best score minus the worst, as printed, which bounds a difference.
-    """
     gain, interval = stats.mean_over_tasks(differences_by_task, bounds=(-scale, scale))
     low, high = interval or (None, None)
     return {"gain": gain, "gain_low": low, "gain_high": high}
 
 
 def _count_held(summaries: Sequence[CellSummary]) -> dict[str, float]:
-    """Return the columns kept and bytes over all prompts of cells, in per cent of the full cache's, at 16 bits.
-
-    summaries: the means of each cell over its n prompts.
-    """
     # a sum over all prompts is the sum of n * mean over cells
     kept = float(sum(summary.n * summary.kept for summary in summaries))
     prompt_tokens = float(sum(summary.n * summary.prompt_tokens for summary in summaries))
@@ -477,7 +433,6 @@ def _count_held(summaries: Sequence[CellSummary]) -> dict[str, float]:
 
 
 def _make_task_columns(result: _TaskResult) -> Row:
-    """Return the columns of a point on one task: its metric and the columns VALUES."""
     means = result.means
     low, high = means.ci or (None, None)
     row: Row = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
@@ -485,11 +440,6 @@ def _make_task_columns(result: _TaskResult) -> Row:
 
 
 def _make_mean_columns(results: Sequence[_TaskResult]) -> Row:
-    """Return the columns of the mean over tasks, in which every task has the same weight.
-
-    The columns of scores are left out if a task has no score, or is measured as perplexity. The interval of the score
-    comes from the spread of the scores within each task.
-    """
     means = [result.means for result in results]
     metric_names = {task_means.metric for task_means in means}
     row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
@@ -509,11 +459,6 @@ def _make_mean_columns(results: Sequence[_TaskResult]) -> Row:
 
 
 def _make_relative_columns(pairs_by_task: Sequence[stats.Pairs], metric_name: str) -> Row:
-    """Return the columns relative, relative_low and relative_high: the mean score in per cent of the full cache's.
-
-    pairs_by_task: for each task the scores [n, 2] of the method and of the full cache.
-    metric_name: the metric of all tasks. A perplexity has no share of the full cache's, so its columns are None.
-    """
     if metric(metric_name).formula:
         relative = stats.Share()
     else:

@@ -93,10 +93,6 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
 
 
 def _set_limits(ax: Axes, panel: Panel, everything: pd.DataFrame) -> None:
-    """Set the ends of a panel's axes as ``decades``, ``bottom`` or ``top``, ``highest`` and ``right`` say.
-
-    everything: the data of all panels, without the rows of the level.
-    """
     values = everything[panel.y].dropna()
     highest = values.max()
     if panel.decades:
@@ -122,10 +118,6 @@ def _set_limits(ax: Axes, panel: Panel, everything: pd.DataFrame) -> None:
 
 
 def _draw_references(ax: Axes, rows: pd.DataFrame, panel: Panel) -> None:
-    """Draw the grey range ``shade`` and the dotted lines ``at_x`` and ``at_y`` of a panel.
-
-    rows: the data of this panel.
-    """
     if panel.shade:
         ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
     # a line outside of the panel's own data would widen the axis
@@ -140,12 +132,6 @@ def _draw_references(ax: Axes, rows: pd.DataFrame, panel: Panel) -> None:
 
 
 def _set_scale(set_scale: Callable[..., None], axis: Axis, scale: str, values: pd.Series[float]) -> None:
-    """Set the scale of one axis and the look of its ticks. An axis without a ``scale`` stays linear.
-
-    set_scale: the method of matplotlib's Axes that sets this axis' scale.
-    scale: as ``Panel.xscale``.
-    values: the values along the axis. They decide whether an ``auto`` scale is logarithmic.
-    """
     if scale == "log2":
         set_scale("log", base=2)
         axis.set_major_formatter(lambda tick, _: f"{tick:.3g}")
@@ -159,10 +145,6 @@ def _set_scale(set_scale: Callable[..., None], axis: Axis, scale: str, values: p
 
 
 def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
-    """Set the ticks of the x axis as ``panel.ticks`` says. An empty ``ticks`` leaves matplotlib's.
-
-    xs: the different values of x in the data, ascending.
-    """
     if not panel.ticks:
         return
     # minor ticks of a logarithmic axis would stand between those that are set
@@ -188,10 +170,6 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
 
 
 def _thin_out(values: Sequence[float]) -> list[float]:
-    """Return those of the ascending values whose labels have room on a logarithmic axis.
-
-    They are the first value, and each that is more than 1.2 times the one returned before it.
-    """
     # a slice, so that no values give no ticks
     ticks = list(values[:1])
     for value in values[1:]:

@@ -106,7 +106,6 @@ class Picture:
         return fig
 
     def _list_places(self, data: pd.DataFrame) -> list[dict[str, object]]:
-        """Return the places of the grid, row by row: {column: value} with the values that the rows of a place have."""
         # rows that a place does not show, such as those of the picture beside, may have no value in these columns
         data = data[mask_rows(data, self.panels[0].where)]
         places: list[dict[str, object]] = [{}]
@@ -125,7 +124,6 @@ class Picture:
         return places
 
     def _count_places_across(self, places: Sequence[Mapping[str, object]]) -> int:
-        """Return how many places stand beside each other in a row of the grid, at most ``wrap``."""
         # without a column there is one place in a row: its value is None
         count = len({place.get(self.columns) for place in places})
         if not self.wrap or count <= self.wrap:
@@ -134,10 +132,6 @@ class Picture:
         return math.ceil(count / math.ceil(count / self.wrap))
 
     def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
-        """Draw all panels with their titles and colour bars on ``fig``. Return the letters used so far.
-
-        first_letter: how many letters of titles are used already, by a picture at the left.
-        """
         places = self._list_places(data)
         places_across = self._count_places_across(places)
         places_down = math.ceil(len(places) / places_across)
@@ -198,14 +192,6 @@ class Picture:
     def _write_titles(
         self, titles: Sequence[tuple[Axes, str]], first_letter: int, max_characters: float, stacked: bool
     ) -> None:
-        """Write each panel's title. In a figure with several panels titles are lettered (a), (b), ...
-
-        All titles are small if one is longer than ``max_characters``, and broken into lines if one is far longer.
-
-        titles: the axes and title of each panel.
-        first_letter: the number of the first letter, 0 for a.
-        stacked: True if panels stand below each other within a place of the grid.
-        """
         lettered = first_letter > 0 or len(titles) > 1 or self.beside is not None
         longest = max((len(title) + PREFIX for _, title in titles), default=0)
         for i, (ax, title) in enumerate(titles):
@@ -224,11 +210,6 @@ class Picture:
 
 
 def _label_axes(ax: Axes, panel: Panel, first_row: Mapping[str, Any], *, x: bool, y: bool) -> None:
-    """Write the labels of a panel's axes.
-
-    first_row: the values of the panel's first row by column, for the labels' ``{column}``.
-    x, y: True if this axis is labelled.
-    """
     if x:
         ax.set_xlabel(panel.xlabel.format(**first_row))
     if y:
@@ -236,7 +217,6 @@ def _label_axes(ax: Axes, panel: Panel, first_row: Mapping[str, Any], *, x: bool
 
 
 def _draw_colour_bar(fig: Any, panels: Sequence[_ColouredPanel]) -> None:
-    """Draw the common colour bar of several panels beside them."""
     # the last panel's image and label stand for those of all panels
     last_panel = panels[-1]
     all_axes = [panel.ax for panel in panels]
@@ -297,10 +277,6 @@ def draw_lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFr
 
 
 def _draw_level(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
-    """Draw the full cache's score as a dashed line, or write that the model fails. Return True if it fails.
-
-    level_rows: the rows of the full cache that have a score. Without any, nothing is drawn.
-    """
     if panel.fails and _write_failure(ax, level_rows, panel):
         return True
     if len(level_rows):
@@ -310,11 +286,6 @@ def _draw_level(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
 
 
 def _draw_line(ax: Axes, line: pd.DataFrame, panel: Panel, keywords: style.LineKeywords) -> Any:
-    """Draw one line, with a grey background behind its ``shaded`` points. Return its colour.
-
-    line: the rows of the line's points.
-    keywords: matplotlib's keywords for the line, its label included.
-    """
     if panel.shaded and line[panel.shaded].any():
         ground = line[line[panel.shaded]]
         ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
@@ -323,7 +294,6 @@ def _draw_line(ax: Axes, line: pd.DataFrame, panel: Panel, keywords: style.LineK
 
 
 def _label_line(panel: Panel, name: object, method_looks: Mapping[str, looks.Look]) -> str:
-    """Return the text of a line in the legend: the printed name of a method or a task, else the name itself."""
     if panel.hue in METHOD_COLUMNS:
         return method_looks[str(name)].name
     if panel.hue in ("task", "source"):
@@ -334,12 +304,6 @@ def _label_line(panel: Panel, name: object, method_looks: Mapping[str, looks.Loo
 def _choose_line_look(
     panel: Panel, name: Any, names: Sequence[Any], points: int, method_looks: Mapping[str, looks.Look]
 ) -> style.LineKeywords:
-    """Return matplotlib's keywords for the line ``name``.
-
-    names: the names of all lines, by whose order colours are given.
-    points: the number of points of the line.
-    method_looks: the looks of methods by name, for panels whose lines are methods.
-    """
     # a name with keywords of its own takes no marker or colour from the others: they are numbered without it
     unstyled = [other for other in names if other not in panel.looks]
     number = unstyled.index(name) if name in unstyled else 0
@@ -356,12 +320,6 @@ def _choose_line_look(
 
 
 def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
-    """Write in the panel that the model fails, if the full cache's score is next to 0 or its interval reaches 0.
-
-    Return True if the text was written.
-
-    level_rows: the rows of the full cache.
-    """
     if level_rows.empty:
         return False
     full = level_rows.iloc[0]
@@ -384,13 +342,6 @@ def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
 
 
 def _dodge(rows: pd.DataFrame, all_x: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
-    """Return a curve's rows moved along x, so that the error bars of curves with equal x stand beside each other.
-
-    The first and the last curve move apart by the share DODGED of the axis.
-
-    all_x: the x of all curves. Their range stands for the length of the axis.
-    side: the curve's place among all curves, from -0.5 for the first to 0.5 for the last.
-    """
     if panel.xscale.startswith("log"):
         # on a logarithmic axis a distance is a factor: (max / min)^(DODGED * side)
         factor = (all_x.max() / all_x.min()) ** (DODGED * side)
@@ -399,11 +350,6 @@ def _dodge(rows: pd.DataFrame, all_x: pd.Series[float], side: float, panel: Pane
 
 
 def _draw_intervals(ax: Axes, rows: pd.DataFrame, panel: Panel, *, color: Any, with_band: bool) -> None:
-    """Draw a line's intervals from ``low`` to ``high``, as a band or as error bars.
-
-    rows: the points of the line that have an interval.
-    with_band: True for a band around the line, False for error bars at its points.
-    """
     if rows.empty:
         return
     if with_band:
@@ -473,12 +419,10 @@ KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
 
 
 def _replace_values(values: pd.Series[Any], texts: Mapping[object, str]) -> pd.Series[Any]:
-    """Return a column with the texts that replace its values. A value that ``texts`` lacks stays."""
     return values.map(lambda value: texts.get(value, value))
 
 
 def _read_printed_values(row: pd.Series) -> dict[str, Any]:
-    """Return a row's values by column, with methods and tasks under their printed names."""
     values: dict[str, Any] = {str(column): value for column, value in row.items()}
     for column in METHOD_COLUMNS:
         if column in values:
@@ -490,7 +434,6 @@ def _read_printed_values(row: pd.Series) -> dict[str, Any]:
 
 
 def _write_line_names(ax: Axes) -> None:
-    """Write the name of each line of a panel beside the line's highest point. The figure must be laid out."""
     # (x, y, name, colour) of each line
     highest: list[tuple[float, float, str, str]] = []
     # [x, y] of all points, which the names keep clear of
@@ -508,11 +451,6 @@ def _write_line_names(ax: Axes) -> None:
 
 
 def _draw_legend(fig: Any, where: str, columns: int) -> None:
-    """Draw one legend for all panels of a figure, with quiet lines last. A single line gets no legend.
-
-    where: ``below`` or ``right``; '' for no legend.
-    columns: the most columns of a legend below.
-    """
     # lines of one label look alike in all panels, so any of them stands for the label
     handles: dict[str, Any] = {}
     for ax in fig.axes:

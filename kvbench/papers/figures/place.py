@@ -76,17 +76,12 @@ class Place:
 
 
 def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
-    """Return True if a figure with the facts ``new`` may take the place of the figure with the facts ``old``.
-
-    Both must show the same, and the new figure may lack measurements only if the old figure does.
-    """
     if _normalise(old) != _normalise(new):
         return False
     return LEFT_OUT not in new or LEFT_OUT in old
 
 
 def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
-    """Return facts as texts by key, for comparison: without brackets, spaces and the fact on missing measurements."""
     texts = {}
     for key, value in facts.items():
         if key != LEFT_OUT:

@@ -93,20 +93,12 @@ def measure_shifts(reading: Reading) -> pd.DataFrame:
 def _measure_prompt_shifts(
     reading: Reading, ids: Tensor, widths: Sequence[int]
 ) -> list[tuple[str, int, int, int, float]]:
-    """Return (kind, bits, layer, head, overlap) for each kind, width, layer and query head of one prompt.
-
-    The prompt is read once with an exact cache, and once for each of ``widths`` with a quantised cache.
-
-    ids: the prompt's token ids [n].
-    widths: the numbers of bits.
-    """
     # the attention that each token receives from all queries [query heads, n]: from exact keys by layer, and from
     # quantised keys by kind, bits and layer
     exact: dict[int, Tensor] = {}
     shifted: dict[tuple[str, int, int], Tensor] = {}
 
     def keep_exact(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Keep the attention that a layer's tokens received: exactly, and with the layer's own keys quantised."""
         # ``Needs`` asks for the sums below
         assert obs.colsums is not None
         exact[obs.layer] = obs.colsums
@@ -126,14 +118,9 @@ def _measure_prompt_shifts(
 
 
 def _read_coarsely(reading: Reading, ids: Tensor, bits: int) -> dict[int, Tensor]:
-    """Read a prompt with the keys and values of all layers quantised to ``bits`` bits.
-
-    Return the attention that each token receives from all queries [query heads, n], by layer.
-    """
     attention_by_layer: dict[int, Tensor] = {}
 
     def keep(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Keep the attention that a layer's tokens received."""
         # ``Needs`` asks for the sums below
         assert obs.colsums is not None
         attention_by_layer[obs.layer] = obs.colsums
@@ -186,15 +173,10 @@ def measure_errors(reading: Reading) -> pd.DataFrame:
 def _measure_prompt_errors(
     reading: Reading, prompt: Prompt, number: int, *, layers: Sequence[int], bits: int
 ) -> list[pd.DataFrame]:
-    """Return one prompt's part of the data of figure 3: for each of ``layers``, a row for each token.
-
-    number: the prompt's number in the data.
-    """
     ids = reading.ids(prompt)
     frames: list[pd.DataFrame] = []
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
         # ``Needs`` asks for the sums below
@@ -226,14 +208,6 @@ def measure_token_errors(states: Tensor, bits: int) -> Tensor:
 
 
 def _mark_tokens(data: pd.DataFrame, error_column: str) -> pd.DataFrame:
-    """Return the data with two marks for each token.
-
-    outlier: True if its attention is above OUTLIER.
-    both: True if it is in the top CRITICAL of its prompt and layer both by attention and by error.
-
-    data: the rows of ``measure_errors``.
-    error_column: the column of the tokens' errors.
-    """
     groups = data.groupby(["prompt", "layer"])
     attention_rank = groups["attention"].rank(ascending=False, method="first")
     error_rank = groups[error_column].rank(ascending=False, method="first")

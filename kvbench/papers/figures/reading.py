@@ -115,11 +115,7 @@ class Reading:
         return self._check_numbers("heads", self.knobs.get("heads") or default, count)
 
     def _check_numbers(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
-        """Return layer or head numbers ascending, each once. Raises UsageError for a number of ``count`` or more.
-
-        knob: the key by which the user chooses the numbers, for the error.
-        numbers: none is negative, since ``plot`` refuses them.
-        """
+        """Return layer or head numbers ascending, each once. Raises UsageError for a number of ``count`` or more."""
         absent = [number for number in numbers if number >= count]
         if absent:
             raise UsageError(

@@ -29,7 +29,6 @@ for _module in (fidelity, qhitter, scores, think, uncomp, vatp):
 
 
 def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
-    """Build the figure ``name`` from its YAML entry and its code. Keys are removed from the entry as they are read."""
     knobs = {}
     for knob, default in entry.pop("knobs", {}).items():
         # YAML has lists, and the options of a command are tuples
@@ -66,28 +65,17 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
 
 
 def _extend_score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
-    """Return the code of a figure of measured scores: the code that all such figures share, extended by ``code``.
-
-    tasks: the rows to draw, as in ``scores.choose_rows``.
-    fact_tables: the entries of ``says``, each for one fact.
-    """
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
-        """Return the facts that the entry asks for, and the facts of the figure's own code."""
         return scores.state_facts(data, fact_tables, state_more=code.facts)
 
     def prepare(data: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows of the tasks that the entry asks for, with the columns that the picture shows."""
         return code.prepare(scores.choose_rows(data, tasks))
 
     return Code(MeasuredFigure.frame, facts, prepare, code.complete)
 
 
 def _build_picture(entry: dict[str, Any]) -> Picture:
-    """Build a picture from its YAML entry, and the picture to its right if the entry has one under ``beside``.
-
-    Keys are removed from the entry as they are read. Those that are left are names of the picture's fields.
-    """
     beside_entry = entry.pop("beside", None)
     beside = _build_picture(beside_entry) if beside_entry else None
     panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
@@ -95,12 +83,6 @@ def _build_picture(entry: dict[str, Any]) -> Picture:
 
 
 def _build_sweep(entry: dict[str, Any]) -> Sweep:
-    """Build a sweep from its YAML entry.
-
-    Keys are removed from the entry as they are read. Those that are left are names of the sweep's fields.
-
-    An ``x`` of the whole entry is the default for its grids of points.
-    """
     default_x = entry.pop("x", None)
     points: list[Point] = []
     for grid in entry.pop("points"):
@@ -116,14 +98,6 @@ def _build_sweep(entry: dict[str, Any]) -> Sweep:
 def _list_grid_points(
     method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
 ) -> Iterator[Point]:
-    """Yield the points of one grid: one for each method and each combination of the values of its knobs.
-
-    method: the name of a method or chain, or a list of names.
-    x: the position of the points on the x axis. A number is the position of all points. The name of a knob stands for
-    ``times`` the knob's value. With None, the combinations of a method are numbered from 0.
-    knobs: the value of each knob by name, or a list of its values.
-    series: the name of the points' series, by default the method.
-    """
     methods = [method] if isinstance(method, str) else method
     # a knob with one value is a list of one
     value_lists = [values if isinstance(values, list) else [values] for values in knobs.values()]
@@ -179,7 +153,6 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
 
 
 def _describe_drawn(figure: Figure, csv: Path) -> dict[str, str]:
-    """Return the title of a figure that was drawn from a CSV, and its texts by the headings of the report."""
     # a picture whose CSV is gone is shown without a finding
     csv_text = csv.read_text(encoding="utf-8") if csv.exists() else ""
     finding = figure.finding(figure.parse(csv_text)) if csv_text else ""

@@ -57,7 +57,6 @@ def describe_samples(data: pd.DataFrame) -> str:
 
 
 def _format_range(counts: pd.Series[int]) -> str:
-    """Return the range of ``counts`` in words, such as 4 to 8, or the number alone if all counts are equal."""
     lowest, highest = int(counts.min()), int(counts.max())
     if lowest == highest:
         return str(lowest)
@@ -141,11 +140,6 @@ def add_front(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mark_like_full(data: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask that is True for the rows of methods that cannot be told from the full cache.
-
-    The interval of their score in per cent of the full cache's includes 100. Data without that interval have no such
-    rows.
-    """
     if "relative_low" not in data:
         return pd.Series(False, index=data.index)
     includes_full = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
@@ -406,10 +400,6 @@ def state_needles(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _average_over_prompts(data: pd.DataFrame, by: str | list[str], value: str) -> pd.Series[float]:
-    """Return the mean of the column ``value`` over all prompts, for each combination of values of the columns ``by``.
-
-    A row of the data is already a mean, over ``n`` prompts.
-    """
     # sum(n * mean) / sum(n)
     sums = data.assign(total=data[value] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
     return sums["total"] / sums["n"]

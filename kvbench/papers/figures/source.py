@@ -97,7 +97,6 @@ class Origin:
         }
 
     def _encode(self, task: Task, example: Example) -> torch.Tensor:
-        """Return an example's token ids: its prompt, cut as a run cuts it, and its question."""
         if example.scored is not None:
             return torch.tensor(example.scored.ids)
         # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
@@ -140,7 +139,6 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 
 def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
-    """Yield each task of a run's datasets with the name that figures show."""
     renderer = cfg.prompt.make_renderer(tokenizer)
     for dataset in cfg.datasets:
         tasks = load_tasks(
@@ -166,10 +164,6 @@ def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Ta
 
 
 def _read_text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
-    """Return the text of ``file``; without one, the text of the model's calibrations.
-
-    Raises UsageError for a file that is empty or cannot be read, and if the calibration text is not on this machine.
-    """
     if file:
         content = read_text(Path(file).expanduser(), f"text={file}")
         if not content.strip():

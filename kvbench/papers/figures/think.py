@@ -121,7 +121,6 @@ def measure_magnitudes(reading: Reading) -> pd.DataFrame:
     rows: list[tuple[int, int, str, int, int, float]] = []
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
         # the length of a run, so that there are at most BINS runs
@@ -182,7 +181,6 @@ def measure_energies(reading: Reading) -> pd.DataFrame:
     sums: dict[EnergyKey, Tensor] = {}
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Add the energies of a chosen layer; k is [kv heads, n, D]."""
         if obs.layer not in layers:
             return
         queries = obs.queries(obs.n)

@@ -46,11 +46,6 @@ class HeadSpectra(NamedTuple):
 
 
 def _measure_heads(reading: Reading, wanted: str, layers: Collection[int]) -> list[HeadSpectra]:
-    """Return the eigenvalues of Sigma of each head, for every prompt, chosen layer and wanted kind of states.
-
-    wanted: one or more of the letters q, k and v, such as ``qkv``.
-    layers: the numbers of the chosen layers.
-    """
     spectra: list[HeadSpectra] = []
     for prompt in reading.prompts:
         spectra += _measure_prompt_heads(reading, prompt, wanted, layers)
@@ -59,17 +54,12 @@ def _measure_heads(reading: Reading, wanted: str, layers: Collection[int]) -> li
 
 
 def _measure_prompt_heads(reading: Reading, prompt: Prompt, wanted: str, layers: Collection[int]) -> list[HeadSpectra]:
-    """Return the eigenvalues of Sigma of each head on one prompt.
-
-    wanted, layers: as in ``_measure_heads``.
-    """
     # with fewer tokens than a head has channels, the number of tokens would limit the rank
     least = reading.shape.head_dim
     ids = reading.ids(prompt, least=least, why=f"an effective rank of {least} channels needs as many tokens")
     spectra: list[HeadSpectra] = []
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Append the spectra of one layer's wanted states, if the layer is among ``layers``."""
         if obs.layer not in layers:
             return
         states = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
@@ -243,12 +233,6 @@ def state_head_ranks(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _correlate_orders(data: pd.DataFrame) -> np.ndarray:
-    """Return Spearman's correlations of the orders in which two texts rank a layer's heads.
-
-    There is one for each layer and pair of texts, without those that are not defined, as all heads have one rank.
-
-    data: the rows of ``measure_ranks_by_head``.
-    """
     by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
     # each text's order of the heads of a layer
     orders = by_source.groupby("layer").rank()
@@ -286,10 +270,6 @@ def measure_hidden_entropy(reading: Reading) -> pd.DataFrame:
 
 
 def _measure_prompt_entropies(reading: Reading, ids: Tensor) -> list[tuple[int, float]]:
-    """Return (depth, entropy H of Sigma of the hidden states at this depth) for each depth of one prompt.
-
-    ids: the prompt's token ids [n].
-    """
     entropies: list[tuple[int, float]] = []
 
     def see(depth: int, hidden: Tensor) -> None:
@@ -332,14 +312,12 @@ def watch_residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Ite
     decoders = all_layers(model)
 
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
-        """Call ``see`` with the hidden states that enter the first layer."""
         # some families pass the hidden states [1, n, d] by name
         batch = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         (hidden,) = batch
         see(0, hidden)
 
     def see_output(depth: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Call ``see`` with the hidden states that leave a layer. ``depth``: how many layers they have passed."""
         # some families return the hidden states [1, n, d] first of several values
         batch = output[0] if isinstance(output, tuple) else output
         (hidden,) = batch

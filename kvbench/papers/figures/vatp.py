@@ -53,16 +53,9 @@ def measure_value_norms(reading: Reading) -> pd.DataFrame:
 def _measure_prompt(
     reading: Reading, ids: Tensor, drawn_layers: Sequence[int], drawn_heads: Sequence[int] | None
 ) -> list[Row]:
-    """Return the rows of the data about one prompt, without the prompt's own columns.
-
-    ids: the prompt's token ids [n].
-    drawn_layers: the layers whose attention is drawn.
-    drawn_heads: the query heads whose attention is drawn; None for the head of each layer with the strongest sink.
-    """
     rows: list[Row] = []
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Append the rows of one layer; k and v are [kv heads, n, D], ``colsums`` [query heads, n]."""
         # ``Needs`` below asks for the sums
         assert obs.colsums is not None
         # the attention of each query sums to 1, so the shares of a head do, too
@@ -91,13 +84,6 @@ def _measure_prompt(
 
 
 def _list_pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
-    """Return rows of the data with one query head's attention among the first m tokens, and these tokens' value norms.
-
-    k: the keys [kv heads, n, D].
-    norms: ||v||_1 [n] of the head's values.
-    head: the number of the query head.
-    texts: the texts of the m tokens.
-    """
     m = len(texts)
     queries = obs.queries(obs.n)
     # each kv head serves a group of so many query heads
@@ -142,14 +128,6 @@ def mark_sinks(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _average_by_head(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the means over prompts for each layer and head, about the head's most attended token.
-
-    share: the mean share of attention.
-    ratio: the geometric mean of the ratio of its value norm to the median.
-    first: the share of prompts in which it is the first token of the prompt.
-
-    data: the rows of ``measure_value_norms``.
-    """
     rows = data[data["quantity"].isin(("share", "ratio"))]
     # a row for each prompt and head, about its most attended token
     tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()

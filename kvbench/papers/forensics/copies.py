@@ -83,7 +83,6 @@ def find_twins(book: Book) -> Iterator[Finding]:
 
 
 def _find_twins_in_row(row: PublishedRow) -> Iterator[Finding]:
-    """Yield a finding for each pair of datasets of a row that print one value."""
     # accuracies over the same few questions coincide by chance, and so do low scores
     for first, second in combinations(row.scores.values(), 2):
         both_coarse = first.dataset in COARSE and second.dataset in COARSE
@@ -102,10 +101,6 @@ def _find_twins_in_row(row: PublishedRow) -> Iterator[Finding]:
 
 
 def _find_twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
-    """Yield a finding for each score that a method repeats to the last digit under two budgets.
-
-    first, second: the method's rows under the two budgets.
-    """
     for dataset, cell in first.scores.items():
         # another budget should change some digit of a score that can take many values
         other = second.scores.get(dataset)
@@ -170,28 +165,21 @@ def find_breaks(book: Book) -> Iterator[Finding]:
 
 
 def _name_method(row: PublishedRow) -> object:
-    """Return a key that is equal for all rows of one method, model and table."""
     return row.paper, row.table, row.model, row.method
 
 
 def _name_method_and_setting(row: PublishedRow) -> object:
-    """Return a key that is equal for all rows that differ in the setting k alone."""
     # sort, since two tables may write the parts of a setting in another order
     other_parts = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
     return _name_method(row), other_parts
 
 
 def _read_share(row: PublishedRow) -> float:
-    """Return a row's setting k as a number, in per cent of the prompt's tokens."""
     # k is printed as 20% or, with n for the prompt's length, as 20%n
     return float(row.settings["k"].rstrip("%n"))
 
 
 def _find_breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
-    """Yield a finding for each value of a dataset that falls out of its series.
-
-    series: SERIES rows or more, ascending by k. All of them must have a score on the dataset.
-    """
     # scores are numbers; only the type of a cell's value allows None
     values = [row.scores[dataset].value or 0.0 for row in series]
     for i, row in enumerate(series):
@@ -221,7 +209,6 @@ def _find_breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Ite
 
 
 def _group_rows(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
-    """Yield the rows of a book in lists, one for each value that ``key`` returns for a row."""
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
         groups.setdefault(key(row), []).append(row)
@@ -229,15 +216,10 @@ def _group_rows(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[l
 
 
 def _is_high(cell: Published) -> bool:
-    """Return True if a cell is a score in per cent above TWIN."""
     return (cell.value or 0) > TWIN and cell.unit == "pct"
 
 
 def _is_telling(cell: Published) -> bool:
-    """Return True if another cell with the same score would be evidence of a copy.
-
-    For that, the dataset's scores must take many values, and the score must have three significant digits or more.
-    """
     # 50.0 has one significant digit, 41.86 has four
     digits = cell.printed.replace(".", "").strip("0")
     return cell.dataset not in COARSE and len(digits) >= 3

@@ -50,7 +50,6 @@ def find_wrong_values(book: Book) -> Iterator[Finding]:
 
 
 def _is_slip_of_rounding(exact: Exact) -> bool:
-    """Return True if the cell is a mean that is off by less than two units of its last printed digit."""
     if not exact.is_mean or exact.recomputed is None:
         return False
     # in units of the last digit: gap * 10^decimals
@@ -93,20 +92,14 @@ def find_wrong_orders(book: Book) -> Iterator[Finding]:
 
 
 def _read_printed(exact: Exact) -> Fraction:
-    """Return the printed number of a cell."""
     return printed_number(exact.published).value
 
 
 def _read_recomputed(exact: Exact) -> float:
-    """Return the recomputed number of a cell; 0 for a cell with a word, which no average is."""
     return float(exact.recomputed or 0)
 
 
 def _find_reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
-    """Yield possible reasons for a printed value that is off, such as another base of a ratio, or a copied score.
-
-    row: the row of the cell.
-    """
     if exact.cell.metric == "ratio_to_full_minus_1":
         yield _name_other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
@@ -120,10 +113,6 @@ def _find_reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
 
 
 def _name_other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
-    """Return in words whose full-cache row explains a printed ratio that is off.
-
-    The authors may have divided by another model's row. If no row gives the printed ratio, the text says so.
-    """
     for full in book.table(row.paper, row.table):
         if full.method != "full" or full.model == row.model:
             continue
@@ -135,12 +124,6 @@ def _name_other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
 
 
 def _suspect_copies(row: PublishedRow, missing: Fraction) -> Iterator[str]:
-    """Yield a reason if two datasets of a row print one value: one may be a copy of the other.
-
-    The reason names the value that would correct the mean. Only the first such pair is named.
-
-    missing: the amount that the sum of the row's scores lacks.
-    """
     datasets_by_value: dict[str, list[str]] = {}
     for dataset, cell in row.scores.items():
         datasets_by_value.setdefault(cell.printed, []).append(dataset)

@@ -117,7 +117,6 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        """The number of decimals to show: one more than printed, at least two. Integers get as many as printed."""
         # an integer, such as a number of tokens, has no decimals that could differ
         if self.recomputed is not None and self.recomputed.value.denominator == 1:
             return decimals(self.published)
@@ -148,7 +147,6 @@ def list_exact_cells(paper: str, table: str, book: Book | None = None) -> list[E
 
 
 def _recompute_means(book: Book) -> Iterator[Exact]:
-    """Yield the averages of scores: each must be the plain mean of its row, whatever its metric is called."""
     for row in book.rows:
         for metric, average in row.averages.items():
             if metric not in SCORES:
@@ -160,7 +158,6 @@ def _recompute_means(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_other_means(book: Book) -> Iterator[Exact]:
-    """Yield the averages of perplexities, times, bytes and other numbers that are no scores: the plain means."""
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
@@ -168,10 +165,6 @@ def _recompute_other_means(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_ratios(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's tables 2 and 8: mean budgets, and mean ratios to the full cache in per cent.
-
-    Some of these ratios are printed as gains, less 100 %.
-    """
     for table in ("2", "8"):
         full_rows = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
@@ -199,7 +192,6 @@ def compute_mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
 
 
 def _recompute_shares_of_full(book: Book) -> Iterator[Exact]:
-    """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of these shares."""
     scores, full_scores = {}, {}
     for row in book.table("refreekv", 2):
         scores[row.model, row.method, row.setting] = row.scores
@@ -221,17 +213,12 @@ def _recompute_shares_of_full(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_times(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's table 3: mean times over its six datasets."""
     for row in book.table("refreekv", 3):
         for metric in ("overall_time", "prune_time"):
             yield from _recompute_mean_of(row, metric)
 
 
 def _recompute_budgets_by_layer(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's table 6: mean budgets over 32 layers.
-
-    The table has four lines: one line stands for 29 of the layers, each other line for one.
-    """
     rows = book.table("refreekv", 6)
     layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
     average_rows = [row for row in rows if row.settings["layer"] == "avg"]
@@ -249,7 +236,6 @@ def _recompute_budgets_by_layer(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_mean_of(row: PublishedRow, metric: str) -> Iterator[Exact]:
-    """Yield the average of a metric that a row prints: the plain mean over datasets. Some rows print none."""
     average = row.averages.get(metric)
     values = [printed_number(cell.printed) for cell in row.averaged(metric)]
     if average is not None and values:
@@ -259,10 +245,6 @@ def _recompute_mean_of(row: PublishedRow, metric: str) -> Iterator[Exact]:
 def _find_quantity(
     book: Book, paper: str, table: str, dataset: str, metric: str = ""
 ) -> Iterator[tuple[PublishedRow, Published]]:
-    """Yield (row, cell) for each row of a table that prints a quantity.
-
-    dataset, metric: the names of the quantity's cells. The metric is named like the dataset by default.
-    """
     for row in book.table(paper, table):
         cell = row.cells.get((dataset, metric or dataset))
         if cell is not None:
@@ -270,7 +252,6 @@ def _find_quantity(
 
 
 def _recompute_memory(book: Book) -> Iterator[Exact]:
-    """Yield the memory column of ThinK's table 7: the bytes by the paper's formula, which stores all 32 heads."""
     for row, cell in _find_quantity(book, "think", "7", "kv_memory"):
         formula = "0.5 N MiB"
         if "ratio" in row.settings:
@@ -281,7 +262,6 @@ def _recompute_memory(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_equal_sizes(book: Book) -> Iterator[Exact]:
-    """Yield the sizes in tokens of plain caches that ThinK's prose equates with pruned caches (``matched_to``)."""
     for row, cell in _find_quantity(book, "think", "text", "kv_size"):
         pruned_bytes = _count_expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
         bytes_of_token = LLAMA2_7B.full_bytes(1, FP16)
@@ -290,11 +270,6 @@ def _recompute_equal_sizes(book: Book) -> Iterator[Exact]:
 
 
 def _count_expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
-    """Return the bytes of a cache by ThinK's formula, for a model of 32 layers that stores all 32 query heads.
-
-    method: the methods of the cache.
-    settings: the settings of the paper's row.
-    """
     knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
@@ -305,7 +280,6 @@ def _count_expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
 
 
 def _recompute_whole_caches(book: Book) -> Iterator[Exact]:
-    """Yield the sizes in GiB that a paper's text states for uncompressed caches, beside the sizes by formula."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
         for row, cell in _find_quantity(book, paper, "text", "kv_memory"):
@@ -319,14 +293,12 @@ def _recompute_whole_caches(book: Book) -> Iterator[Exact]:
 
 
 def _read_tokens(setting: str) -> int:
-    """Return the length of a sequence in tokens from a setting that states it, such as ``seq=2K;batch=4``."""
     # exactly one part of the setting is a length
     (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
     return length
 
 
 def _recompute_shares_of_context(book: Book) -> Iterator[Exact]:
-    """Yield the shares of the cache that UNComp's prose states: tokens kept over the context, in per cent."""
     for row, cell in _find_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
         if "kv_size" in row.settings:
             # 100 * tokens kept / tokens read
@@ -335,11 +307,6 @@ def _recompute_shares_of_context(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_schedules(book: Book) -> Iterator[Exact]:
-    """Yield how many hidden states each group of layers keeps under UNComp's schedules.
-
-    For one schedule, also yield the share that it keeps over all layers. The numbers fall in equal steps of whole
-    tokens from S_max to S_min.
-    """
     # the rows of each schedule, one for each group of layers, by the model and the place in the paper
     schedules: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
     for row, cell in _find_quantity(book, "uncomp", "text", "hidden_state_size"):
@@ -360,7 +327,6 @@ def _recompute_schedules(book: Book) -> Iterator[Exact]:
 
 
 def _recompute_benchmark(book: Book) -> Iterator[Exact]:
-    """Yield the sizes and metrics of LongBench's datasets in the tables 5 of UNComp and VATP, from kvbench's tasks."""
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
@@ -383,7 +349,6 @@ def _find_place_of_metric(name: str) -> int:
 
 
 def _apply_formulas(book: Book) -> Iterator[Exact]:
-    """Yield the cells that the formulas of the papers' own modules recompute (``PaperAudit.recomputes``)."""
     for audit in PAPERS:
         # without the paper's cells a query would find none, and that would look like an error of the formula
         if audit.paper not in book.papers:
@@ -396,11 +361,6 @@ def _apply_formulas(book: Book) -> Iterator[Exact]:
 
 
 def _choose_result(result: Any, fields: Mapping[str, str]) -> Number:
-    """Return the number that a formula gives for one cell.
-
-    result: one number for all cells, or a series with a number for each cell, indexed by fields.
-    fields: the fields of the cell by name.
-    """
     if not isinstance(result, pd.Series):
         return result
     labels = tuple(fields[name] for name in result.index.names)

@@ -112,10 +112,6 @@ def find_impossible_scores(book: Book) -> Iterator[Finding]:
 
 
 def _report_cells_off_grid(fit: Fit) -> Iterator[Finding]:
-    """Yield a finding for each cell that no whole number of right answers gives, with the two nearest scores.
-
-    fit: the fit to the grid of a believed n.
-    """
     grid = fit.grid
     for row, cell in fit.off:
         # k = score * n / 100 is no whole number, so the two around it give the nearest scores
@@ -136,11 +132,6 @@ def _report_cells_off_grid(fit: Fit) -> Iterator[Finding]:
 
 
 def _report_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
-    """Return the finding that few scores fit a doubted n, with the believed n of the same dataset, if there is one.
-
-    fit: the fit to the grid of the doubted n. It has at least one cell.
-    grid_fits: the fits to all grids.
-    """
     grid = fit.grid
     why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
     why += f", {100 * fit.chance:.0f} % would by chance"

@@ -69,7 +69,6 @@ class PaperAudit:
         """
 
         def add(judge: Judge) -> Judge:
-            """Add the statement, and return its function unchanged."""
             self.statements.append(Statement(self.paper, place, table, text=text, judge=judge))
             return judge
 
@@ -83,7 +82,6 @@ class PaperAudit:
         """
 
         def add(recompute: Recompute) -> Recompute:
-            """Add the formula, and return its function unchanged."""
             self.formulas.append(Formula(query, words, recompute))
             return recompute
 

@@ -133,7 +133,6 @@ class PaperCells:
 
 
 def _list_fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
-    """Return the fields of a cell that a query can name, by name: the parts of its row's setting, and its place."""
     # if a part of the setting has the name of a field of the place, the place wins
     return row.settings | {
         "table": row.table,
@@ -147,23 +146,17 @@ def _list_fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]
 
 
 def _matches(value: str, patterns: object) -> bool:
-    """Return True if a field's value matches a pattern, or one of several. A number is a pattern, too."""
     # a query may have a number where the setting has its text
     return any(fnmatchcase(value, str(pattern)) for pattern in _as_list(patterns))
 
 
 def _as_list(value: object) -> list[Any]:
-    """Return several values as a list, and a single one as a list of one."""
     if isinstance(value, list | tuple):
         return list(value)
     return [value]
 
 
 def _make_series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[Any]:
-    """Return the values as a series whose index has a level for each of ``fields``.
-
-    values: the numbers by their labels, which are tuples with a value for each field.
-    """
     # levels are built one by one, since from_tuples could not tell how many an empty index has
     levels = []
     for i in range(len(fields)):
@@ -188,7 +181,6 @@ def divide_cells(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _align(left: pd.Series[Any], right: pd.Series[Any]) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """Return the cells of ``left`` that ``right`` also has, and the values of ``right`` with the same index."""
     right = _reindex_like(left, right)
     return left[right.notna()], right.dropna()
 
@@ -277,7 +269,6 @@ def describe_values(pattern: str, values: pd.Series[Any], sep: str = ", ", **mor
 
 
 def _named_labels(values: pd.Series[Any], labels: Labels) -> dict[str, object]:
-    """Return the labels of one cell, by the names of the series' fields. A line has no label for the last field."""
     return {str(field): label for field, label in zip(values.index.names, labels, strict=False)}
 
 
@@ -291,7 +282,6 @@ def describe_lines(values: pd.Series[Any], form: str = "{}", sep: str = ", ") ->
 
 
 def _as_labels(name: Any) -> Labels:
-    """Return the labels of a cell as a tuple. With one field, pandas gives the label alone."""
     if isinstance(name, tuple):
         return name
     return (name,)

@@ -142,6 +142,5 @@ def find_largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
 
 
 def _trim_zeros(value: str) -> str:
-    """Return a number with four decimals without its last zeros, but with at least two decimals."""
     head, _, tail = value.partition(".")
     return f"{head}.{tail[:2]}{tail[2:].rstrip('0')}"

@@ -77,10 +77,6 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
 
 
 def _format_exact(exact: Sequence[Exact]) -> str:
-    """Format recomputed cells for a terminal. Their formulas are left out, since there is no room for them.
-
-    exact: the cells, sorted by table.
-    """
     parts = []
     for name, rows in _group_by_table(exact):
         without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
@@ -89,7 +85,6 @@ def _format_exact(exact: Sequence[Exact]) -> str:
 
 
 def _format_finding(finding: Finding) -> str:
-    """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
     location = " · ".join(part for part in (_name_places(finding), finding.row, finding.cell) if part)
     if finding.check in ("statement", "accounting"):
         # the row of such a finding is the statement, so the location already has it
@@ -136,7 +131,6 @@ def markdown(findings: Sequence[Finding], book: Book, subject: str) -> str:
 
 
 def _list_texts(finding: Finding) -> tuple[str, ...]:
-    """Return the texts of a finding under COLUMNS."""
     mark, places = MARKS[finding.weight], _name_places(finding)
     return mark, places, finding.row, finding.cell, finding.printed, finding.recomputed, finding.why
 
@@ -169,7 +163,6 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
 
 
 def _record_exact(exact: Exact) -> dict[str, str | bool]:
-    """Return a recomputed cell as plain data."""
     return {
         "paper": exact.cell.paper,
         "table": exact.cell.table,
@@ -192,10 +185,6 @@ def exact_markdown(exact: Sequence[Exact]) -> str:
 
 
 def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield (name, rows) of each printed table. There is a row of texts under EXACT for each recomputed cell.
-
-    exact: the cells. Those of one table stand together.
-    """
     for (paper, table_id), values in groupby(exact, key=lambda value: (value.cell.paper, value.cell.table)):
         rows: list[tuple[str, ...]] = []
         for value in values:
@@ -211,13 +200,11 @@ def _name_places(finding: Finding) -> str:
 
 
 def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield (paper, its findings) for each paper. The findings of one paper must stand together."""
     for paper, group in groupby(findings, key=attrgetter("paper")):
         yield paper, list(group)
 
 
 def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield (check, its findings) for each check that has any, in the order of HEADS."""
     # HEADS has contradictions first, then coincidences, then facts
     for check in HEADS:
         check_findings = [finding for finding in findings if finding.check == check]
@@ -226,7 +213,6 @@ def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Fin
 
 
 def _name_paper(paper: str) -> str:
-    """Return a paper's title and source, or the names of several papers."""
     if "+" in paper:
         return ", ".join(paper.split("+"))
     entry = catalogue.read_paper(paper)
@@ -234,7 +220,6 @@ def _name_paper(paper: str) -> str:
 
 
 def _write_summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
-    """Yield the summary: a table of cells, findings and verdicts by paper, and a sentence on repeated measurements."""
     all_recomputed, judgements = recomputed_cells(book), judge_statements(book)
     rows = []
     # a paper without findings has no row
@@ -258,7 +243,6 @@ def _write_summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
 
 
 def _write_ledger(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of statements with their verdicts. ``name``: a paper, or ``all``."""
     yield "## Statements of the papers against their own numbers\n"
     yield (
         "We picked the statements by hand, so the share that holds says nothing about a paper. Rows marked *note* are "
@@ -273,10 +257,6 @@ def _write_ledger(book: Book, name: str) -> Iterator[str]:
 
 
 def _write_grids(book: Book, name: str) -> Iterator[str]:
-    """Yield the section on accuracies that must be k of n, with a row for each grid.
-
-    name: a paper, or ``all``.
-    """
     rows = []
     for fit in fit_grids(book):
         grid = fit.grid
@@ -289,7 +269,6 @@ def _write_grids(book: Book, name: str) -> Iterator[str]:
 
 
 def _write_full_rows(book: Book) -> Iterator[str]:
-    """Yield the section on the full cache of one model in several papers, with a table for each model."""
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
     datasets_by_model: dict[str, dict[str, dict[str, Published]]] = {}
@@ -314,7 +293,6 @@ def _write_full_rows(book: Book) -> Iterator[str]:
 
 
 def _write_grades(book: Book, name: str) -> Iterator[str]:
-    """Yield the section with the numbers of recomputed cells by table and grade. ``name``: a paper, or ``all``."""
     yield "## Values that need no model\n"
     yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
     # how many cells have each grade, by paper and then by table
@@ -335,10 +313,6 @@ def _write_grades(book: Book, name: str) -> Iterator[str]:
 
 
 def _write_flags(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of repaired, suspect and missing cells, with one line for each printed row and reason.
-
-    There is no section without such cells. ``name``: a paper, or ``all``.
-    """
     # one reason often holds for a whole row: list the row's cells in one line
     cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:

@@ -107,7 +107,6 @@ def mean_tau(taus: Sequence[float]) -> tuple[float, stats.Interval | None]:
 
 
 def _describe_order(view: View) -> Iterator[str]:
-    """Yield the sentence on Kendall's tau; none if no column has two rows to compare."""
     taus = order_of_rows(view)
     if not taus:
         return
@@ -123,7 +122,6 @@ def _describe_order(view: View) -> Iterator[str]:
 
 
 def _describe_differences(view: View) -> Iterator[str]:
-    """Yield the sentence that counts the paper's differences which are seen here; none without two rows of a block."""
     verdicts = differences_of_rows(view)
     if not verdicts:
         return
@@ -140,7 +138,6 @@ def _describe_differences(view: View) -> Iterator[str]:
 
 
 def _blocks(view: View) -> list[list[Line]]:
-    """Return the rows of each block that have a method, in the paper's order."""
     blocks: dict[tuple[str, ...], list[Line]] = {}
     for line, row in view.rows:
         if line.row.method == "full":
@@ -152,5 +149,4 @@ def _blocks(view: View) -> list[list[Line]]:
 
 
 def _scored(view: View, row: Sequence[CellView]) -> list[CellView]:
-    """Return the cells of a row that are scores, without averages."""
     return [e for c, e in zip(view.columns, row, strict=True) if c.quantity == SCORE and c.dataset not in MEANS]

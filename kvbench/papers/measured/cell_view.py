@@ -191,10 +191,6 @@ def build_view(ours: OurTable, reader: SampleReader | None = None) -> View:
 
 
 def _build_timed_view(ours: OurTable, recomputed: Mapping[Published, str]) -> View:
-    """Build the view of an efficiency table, whose columns have no averages.
-
-    recomputed: the text of ``CellView.exact`` by printed cell.
-    """
     columns = ours.declared.columns
     rows = []
     for line in ours.lines:
@@ -204,11 +200,6 @@ def _build_timed_view(ours: OurTable, recomputed: Mapping[Published, str]) -> Vi
 
 
 def _build_timed_cell(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
-    """Build a cell of an efficiency table, from its printed value and the timings.
-
-    printed: the printed cell; None if the paper has no such cell.
-    recomputed: the text of ``CellView.exact`` by printed cell.
-    """
     if printed is None or ours.timings is None:
         return CellView()
     cell = ours.timings.cells[printed]
@@ -239,12 +230,7 @@ def _read_score(
     score_by_cells: dict[tuple[str, ...], _OurScore],
     reader: SampleReader | None,
 ) -> _OurScore | None:
-    """Return a line's measured score in a column; None if the column shows no scores.
-
-    score_by_cells: the scores read so far, by the ids of their results. New scores are added, since several lines can
-    show the same results.
-    reader: the reader of the run's samples; None if there is no run.
-    """
+    """Return a line's measured score in a column; None if the column shows no scores."""
     if column.quantity != SCORE:
         return None
     cells = ours.find_cells(line, column)
@@ -283,10 +269,6 @@ def _read_score(
 
 
 def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -> dict[str, list[tuple[float, float]]]:
-    """Return the scores of a method and of the full cache, by example that both have answered.
-
-    cells, full_cells: the results of the method and of the full cache, task by task. Without ``cells``, n is 0.
-    """
     scores_by_example: dict[str, list[tuple[float, float]]] = {}
     if cells:
         # cells come from the run's groups
@@ -303,11 +285,6 @@ def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -
 def _build_score_cell(
     ours: OurTable, line: TableLine, column: Column, score: _OurScore | None, recomputed: Mapping[Published, str]
 ) -> CellView:
-    """Build a cell of a table of scores, from its printed value and our ``score``.
-
-    score: our score; None if the column shows no scores.
-    recomputed: the text of ``CellView.exact`` by printed cell.
-    """
     if score is not None:
         result = score.result
     else:
@@ -366,7 +343,6 @@ def _build_score_cell(
 
 
 def _count_empty(full_cells: Parts, reader: SampleReader | None) -> int:
-    """Return how many of the full cache's answers are empty, over the prompts of its cells in a column."""
     # without a run there are no cells
     if reader is None:
         return 0
@@ -383,7 +359,6 @@ def _count_empty(full_cells: Parts, reader: SampleReader | None) -> int:
 
 
 def _list_unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield, in words, what differs between the paper's score of a column and ours: data, prompt, typed options."""
     table = ours.declared
     # a group has the examples of one task; a column may be the mean of several tasks
     groups = [group for group, _ in ours.find_cells(line, column)]
@@ -404,7 +379,6 @@ def _list_unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> 
 
 
 def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry]) -> CellView:
-    """Return the cell of a line's average, averaged as the paper averages over the columns whose data are here."""
     scored = [entry for entry in entries if entry.column.quantity == SCORE]
     # without a run the table only shows the paper's side, which has all columns
     readable = [entry for entry in scored if ours.run is None or not ours.why_absent(line, entry.column)]
@@ -445,11 +419,6 @@ def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_Colu
 def _build_printed_average(
     ours: OurTable, line: TableLine, readable: Sequence[_ColumnEntry], compare_stated: bool
 ) -> CellView:
-    """Return the printed side of a line's average, computed from the printed cells of the ``readable`` columns.
-
-    readable: the cells of the averaged columns, at least one.
-    compare_stated: True to note the average that the paper itself states, if these cells contradict it.
-    """
     cells = [entry.cell for entry in readable]
     full_cells = [_find_printed_full(ours, line, entry.column) for entry in readable]
     averages_shares = ours.declared.average in (RELATIVE, SHARE)
@@ -474,10 +443,6 @@ def _build_printed_average(
 
 
 def _find_contradicting_average(row: TableRow, computed: float) -> float | None:
-    """Return the average that the paper states in a row, if rounding cannot explain its difference to ``computed``.
-
-    Return None if the paper states no average, or if both agree.
-    """
     stated = _find_stated_average(row)
     if stated is None or stated.value is None:
         return None
@@ -490,7 +455,6 @@ def _find_contradicting_average(row: TableRow, computed: float) -> float | None:
 
 
 def _find_average_offset(ours: OurTable, line: TableLine) -> int:
-    """Return the number that the paper subtracts from a mean: 100 if it prints a share's distance from 100, else 0."""
     if ours.declared.average != RELATIVE:
         return 0
     # such a paper prints the full cache's average as a share nevertheless, as 100
@@ -514,14 +478,6 @@ def _find_stated_average(row: TableRow) -> Published | None:
 def _average_printed(
     cells: Sequence[CellView], full_cells: Sequence[Published | None], averages_shares: bool
 ) -> tuple[float | None, float | None]:
-    """Return (mean, share): the mean of a printed line, and its share of the full cache's mean in per cent.
-
-    cells: the line's cells in the averaged columns, at least one.
-    full_cells: the full cache's printed cells in the same columns.
-    averages_shares: True to average the cells' shares of the full cache. The mean is then the share, too.
-
-    Both numbers are None if a cell has no value. The share alone is None if the full cache lacks a value.
-    """
     values = [cell.published_relative if averages_shares else cell.published for cell in cells]
     known_values = [value for value in values if value is not None]
     # the paper prints no average over only some of the columns
@@ -549,10 +505,7 @@ def _find_printed_full(ours: OurTable, line: TableLine, column: Column) -> Publi
 
 
 def _compute_printed_share(value: Published, full: Published | None) -> float | None:
-    """Return a printed value in per cent of the paper's full-cache value: 100 value / full, or None without both.
-
-    A perplexity has the inverse share, 100 full / value. A value that is printed as a share is returned as it is.
-    """
+    """Return a printed value in per cent of the paper's full-cache value: 100 value / full, or None without both."""
     if value.metric == RATIO:
         return value.value
     if full is None or value.points is None or not full.points:

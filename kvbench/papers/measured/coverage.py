@@ -136,7 +136,6 @@ def _read(path: Path, fields: Sequence[str]) -> list[Counts]:
 
 
 def _replace(path: Path, fields: Sequence[str], table: str, lines: Sequence[Counts]) -> None:
-    """Write a table's lines in place of its old ones. Other tables keep theirs, so that one can be written alone."""
     kept = [line for line in _read(path, fields) if line["table"] != table]
     path.parent.mkdir(parents=True, exist_ok=True)
     in_order = sorted([*kept, *lines], key=lambda line: _paper_and_number(line["table"]))
@@ -144,6 +143,5 @@ def _replace(path: Path, fields: Sequence[str], table: str, lines: Sequence[Coun
 
 
 def _paper_and_number(table: str) -> tuple[str, int]:
-    """Return the sort key (paper, number) of a table's address, such as ``think/2``: table 10 comes behind table 2."""
     paper, _, number = table.partition("/")
     return paper, int(number)

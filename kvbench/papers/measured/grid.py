@@ -90,7 +90,6 @@ def format_cells(view: View, show: str, intervals: bool = False) -> Table:
 
 
 def _head_column(view: View, index: int) -> str:
-    """Return the head of a column: its name, its number of examples and the full cache's score, with their marks."""
     column = view.columns[index]
     entries = [entries[index] for _, entries in view.rows if entries[index].n]
     if not entries or column.dataset in MEANS or column.quantity != SCORE:
@@ -103,7 +102,6 @@ def _head_column(view: View, index: int) -> str:
 
 
 def _format_cell(view: View, line: TableLine, entry: CellView, show: str, intervals: bool, count: int) -> str:
-    """Return the lines of text of one cell. The last line is its number of examples if that is not ``count``."""
     # the full cache's share of itself is always 100 and needs no interval
     if line.row.method == "full":
         entry = replace(entry, relative_ci=None)
@@ -118,7 +116,6 @@ def _format_cell(view: View, line: TableLine, entry: CellView, show: str, interv
 
 
 def _choose_compared_field(view: View, show: str) -> str:
-    """Return the name of the CellView field whose value decides the best row of a block."""
     printed = show in ("published", "beside")
     # times compare as ratios to a base row
     if view.ours.timings is not None:
@@ -129,10 +126,6 @@ def _choose_compared_field(view: View, show: str) -> str:
 
 
 def _format_label(line: TableLine, heading: str, show: str) -> str:
-    """Return the lines of a row's label: its method, and those of its settings that its block's heading does not show.
-
-    A method that removes tokens gets the mark EVICTS, unless only the paper's side is shown.
-    """
     in_heading = heading.split(", ")
     settings = []
     for setting in line.row.setting.split(";"):
@@ -146,15 +139,6 @@ def _format_label(line: TableLine, heading: str, show: str) -> str:
 
 
 def _find_best(rows: Sequence[Line], index: int, field: str) -> float | None:
-    """Return the best value of a column within one block of rows.
-
-    Less is better for some times, and for perplexities but not for their shares, since these are inverse.
-
-    index: the column's position.
-    field: the CellView field to compare, from ``_choose_compared_field``.
-
-    Returns None if fewer than two values compare, or if our values rest on different numbers of examples.
-    """
     column_entries = [entries[index] for _, entries in rows]
     # these conditions concern our side: the paper's own values compare in any case
     if field != "published":
@@ -175,12 +159,6 @@ def _find_best(rows: Sequence[Line], index: int, field: str) -> float | None:
 
 
 def _format_score(entry: CellView, show: str, stand_in: bool, intervals: bool) -> list[str]:
-    """Return the lines of text in a cell that is a score.
-
-    show: one of SHOWS, or ``beside`` for the printed side alone, in the place of ours.
-    stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
-    intervals: True to show the interval of our number.
-    """
     as_share = show == "share"
     ours = _format_our_side(entry, as_share, intervals)
     printed = _format_printed(entry, as_share)
@@ -219,12 +197,6 @@ def _format_kept(budget: float | None) -> str:
 
 
 def _format_our_side(entry: CellView, as_share: bool, intervals: bool) -> list[str]:
-    """Return our side of a cell as lines: its number and, with ``intervals``, its interval.
-
-    as_share: True to show the share of the full cache, in per cent.
-
-    Returns [] for a cell that the paper's table does not have.
-    """
     if entry.status == "none":
         return []
     if entry.status in WRONG:
@@ -246,10 +218,7 @@ def _format_our_side(entry: CellView, as_share: bool, intervals: bool) -> list[s
 
 
 def _format_printed(entry: CellView, as_share: bool) -> str:
-    """Return the paper's value of a cell as text, with its marks; '' if the paper prints none.
-
-    as_share: True to show the value in per cent of the paper's full-cache row.
-    """
+    """Return the paper's value of a cell as text, with its marks; '' if the paper prints none."""
     value, digits = entry.published, 2
     if as_share:
         value, digits = entry.published_relative, 1
@@ -311,7 +280,6 @@ def write_notes(view: View, show: str = "both") -> list[str]:
 
 
 def _list_waiting_columns(view: View) -> list[str]:
-    """Return the names of columns that a run would fill: a row has no number there, although its data can be read."""
     if view.ours.run is None:
         return []
     names = []
@@ -340,10 +308,6 @@ def list_reasons_for_absence(ours: OurTable) -> list[str]:
 
 
 def _write_notes_on_ours(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
-    """Yield notes on our numbers: their unit, the data that were read, n, and the marks.
-
-    show: one of SHOWS, or ``beside``.
-    """
     ours = view.ours
     yield from _write_unit_notes(view, entries, show)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
@@ -403,7 +367,6 @@ def warn_of_few_examples(view: View) -> str:
 
 
 def _list_measured(view: View) -> list[CellView]:
-    """Return the cells of a table of scores that have measured examples, without averages."""
     if view.ours.timings is not None:
         return []
     # an average has the sum of its cells' examples, but no stored result of its own
@@ -411,7 +374,6 @@ def _list_measured(view: View) -> list[CellView]:
 
 
 def _format_range(counts: Sequence[int]) -> str:
-    """Return the smallest and the largest of one or more counts as ``4 to 8``, or one number if both are the same."""
     low, high = min(counts), max(counts)
     if low == high:
         return str(low)
@@ -419,10 +381,6 @@ def _format_range(counts: Sequence[int]) -> str:
 
 
 def _write_unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
-    """Yield notes on what stands in a cell, and in which unit.
-
-    show: one of SHOWS, or ``beside``.
-    """
     ours = view.ours
     content = {
         "ours": "Our score",
@@ -451,12 +409,10 @@ def _write_unit_notes(view: View, entries: Sequence[CellView], show: str) -> Ite
 
 
 def _prints_fractions(view: View) -> bool:
-    """Return True if the paper prints some values of a table as fractions of 1."""
     return any(cell.unit == FRACTION for line, _ in view.rows for cell in line.row.cells.values())
 
 
 def _write_empty_answers(view: View) -> Iterator[str]:
-    """Yield a note on the datasets with many empty answers of the full cache."""
     entry_of: dict[str, CellView] = {}
     for _, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
@@ -471,10 +427,6 @@ def _write_empty_answers(view: View) -> Iterator[str]:
 
 
 def _write_notes_on_printed(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells.
-
-    relative: True if the cells show printed values in per cent of the full cache.
-    """
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(entry.mark == mark for entry in entries):
@@ -517,7 +469,6 @@ def write_title(view: View, show: str = "both") -> str:
 
 
 def _format_setting(key: str, value: str) -> str:
-    """Return one setting as text in a block's heading. A GPU is the paper's, since ours is named below the table."""
     if key == "model":
         return value
     if key == "gpu":
@@ -526,10 +477,7 @@ def _format_setting(key: str, value: str) -> str:
 
 
 def _group_by_heading(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''.
-
-    heading_keys: the keys of a row's setting, or ``model``, whose values make the heading.
-    """
+    """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         # a setting named model would replace the row's own model

@@ -33,11 +33,6 @@ def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
 
 
 def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Merge the groups that ask the same task in the same way into one group.
-
-    The group has the cells of all of them, each once, and the examples of the group with most examples. These include
-    the examples of the others, since a larger limit takes all examples that a smaller one takes.
-    """
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
         # without its chain, a cell's identity describes task, prompts and sampling, in which a group's cells agree

@@ -157,10 +157,6 @@ class OurTable:
 
 
 def _pool_results(cells: Parts, results: Sequence[CellResult], reader: SampleReader) -> CellResult:
-    """Return one result for the tasks of a dataset, in which each example of the measured tasks counts the same.
-
-    results: the result of each of ``cells``. At least one is measured.
-    """
     samples = []
     unchanged = True
     for (group, cell), result in zip(cells, results, strict=True):
@@ -249,10 +245,6 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = (), inpu
 
 
 def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str], inputs: Inputs) -> OurTable:
-    """Plan a table of scores on ``model``, as ``prepare`` does with ``inputs``.
-
-    options: the user's arguments by key. The key ``longbench`` is removed, since ``run`` does not have it.
-    """
     family = options.pop("longbench", "")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
     settings: dict[str, object] = {"model": model}
@@ -292,7 +284,6 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str], in
 
 
 def _list_readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkload, str]) -> list[TableWorkload]:
-    """Return the workloads that lines with a chain read, each once, without those that are ``absent``."""
     workloads: dict[TableWorkload, None] = {}
     for line in lines:
         if line.chain is not None:
@@ -301,11 +292,6 @@ def _list_readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWo
 
 
 def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
-    """Return the configuration of a run with every dataset that can serve the table's columns.
-
-    settings: the keys that the user typed, with the table's preset and model.
-    tiny: True for the tiny model, which reads its own tasks.
-    """
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
     # true if the needle test is the only dataset and the table declares its knobs, and thus the lengths of its texts
@@ -319,11 +305,6 @@ def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool
 def _build_lines(
     declared: TableSpec, model: str, size: row_knobs.StandIn | None, config: object
 ) -> tuple[TableLine, ...]:
-    """Return a line for each row of a table, with the row's chain on ``model`` or the reason why it has none.
-
-    size: the sizes of a stand-in, which runs the rows of all models; None for one of the paper's models.
-    config: the Hugging Face configuration of ``model``.
-    """
     values: Mapping[str, object] = {}
     if declared.preset:
         # a preset can state values for single models; a folder or hub id gets the values for any model
@@ -341,7 +322,6 @@ def _build_lines(
 
 
 def _note_missing_layers(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
-    """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
     if stand_ins.choose_depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper has no schedule for {size.layers} layers, so this is schedule=relative.")
@@ -360,7 +340,6 @@ def _note_missing_layers(lines: Sequence[TableLine], size: row_knobs.StandIn, ti
 
 
 def _note_minilongbench(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
-    """Return a note on the number of examples if LongBench's columns are read from MiniLongBench."""
     sizes = []
     for workload, workload_groups in groups.items():
         if workload.entry == FAMILIES["mini"]:
@@ -373,12 +352,6 @@ def _note_minilongbench(groups: Mapping[TableWorkload, Sequence[Group]]) -> list
 def _plan_run(
     chooser: WorkloadChooser, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
-    """Plan one run of the full cache and of all lines, limited to cells behind printed numbers.
-
-    Return the run, and its groups by the workload that they belong to.
-
-    workloads: the workloads that can be read. Cells of other workloads are not in the run.
-    """
     # rows read different lengths of a needle test, and the run reads all of them as one dataset
     label_of = label_workloads(workload.whole for workload in workloads)
     datasets = []
@@ -404,7 +377,6 @@ def _plan_run(
 
 
 def _label_chains(lines: Sequence[TableLine]) -> tuple[ChainConfig, ...]:
-    """Return each chain of the lines once, labelled with the name of the first row that has it."""
     label_of: dict[Chain, str] = {}
     for line in lines:
         for chain in (line.chain, *line.other_chains.values()):
@@ -417,10 +389,6 @@ def _label_chains(lines: Sequence[TableLine]) -> tuple[ChainConfig, ...]:
 def _choose_chains_of_group(
     group: Group, lines: Sequence[TableLine], label_of: Mapping[TableWorkload, str]
 ) -> set[Chain | None]:
-    """Return the chains that are measured in a group: those of lines that read its task, and the full cache.
-
-    label_of: the label of each whole workload that can be read.
-    """
     chains: set[Chain | None] = {Chain()}
     for line in lines:
         if line.chain is None:
@@ -435,11 +403,6 @@ def _choose_chains_of_group(
 def _make_tiny_table(
     declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
 ) -> tuple[UnprintedTable, tuple[TableLine, ...]]:
-    """Return the tiny model's own table and its lines: tasks as columns, and each chain once, under its scaled knobs.
-
-    lines: the lines of the paper's table.
-    size: the sizes by which published numbers are scaled.
-    """
     # scaled to short prompts, rows of two budgets can become one chain: keep the first line of each, with its setting
     first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
@@ -462,13 +425,6 @@ def _make_tiny_table(
 def _choose_workloads(
     chooser: WorkloadChooser, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Find the data that each line reads, and try whether they can be read here.
-
-    family: the user's choice of the source of LongBench's columns, a key of FAMILIES; '' for none.
-    stand_in: True for a substitute model, which may read a replacement for a dataset that is missing.
-
-    Return the lines with their workloads, the reason for each workload that cannot be read, and notes for readers.
-    """
     columns = chooser.table.scores
     family_name = chooser.choose_family(list(dict.fromkeys(column.dataset for column in columns)), family)
     # why each workload cannot be read, '' if it can: each is tried once, since a try can take long
@@ -535,13 +491,6 @@ def _build_line(
     tiny: bool = False,
     find_traits: Callable[[], ModelTraits] | None = None,
 ) -> TableLine:
-    """Return a row's line with its chain. The line is refused if no chain is possible or the model cannot run it.
-
-    values: the values of the paper's preset by full key.
-    size: the size of a stand-in; None for the paper's own model.
-    tiny: True for the tiny model, which needs arguments of its own.
-    find_traits: finds the traits of the model; None skips the check that the model can run the chain.
-    """
     setting = row_knobs.parse_setting(row.setting)
     method = row_knobs.translate_method(row.method, setting)
     # claims also run rows with the paper's windows as printed, without scaling them
@@ -560,7 +509,6 @@ def _build_line(
         knobs |= declared.arguments.get(row.method, {})
 
         def build_chain(dataset_setting: str = "") -> Chain:
-            """Build the row's chain. The row's own settings override ``dataset_setting``, the settings of a dataset."""
             # the later one of two settings with one key counts
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
             texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
@@ -585,10 +533,6 @@ def _build_line(
 def _list_stand_in_knobs(
     declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool
 ) -> row_knobs.Knobs:
-    """Return the arguments that only a stand-in of this ``size`` needs, for some of a chain's stages.
-
-    tiny: True for the tiny model, whose arguments the table declares.
-    """
     knobs_by_stage = stand_ins.choose_depth_knobs(size)
     if tiny:
         # a table's own arguments replace those of SAMPLES

@@ -107,10 +107,6 @@ def _render_html(heading: str, caution: str, table: Table, footnotes: Sequence[s
 
 
 def _is_empty(view: View, table: Table) -> bool:
-    """Return True if a table has no number: nothing is measured, and no cell shows a printed value.
-
-    table: the texts of the view's cells.
-    """
     for _, entries in view.rows:
         if any(entry.status not in ("none", "missing") for entry in entries):
             return False
@@ -177,7 +173,6 @@ def list_records(view: View) -> Iterator[Record]:
 
 
 def _list_share_fields(entry: CellView) -> Record:
-    """Return the fields of a score's cell: both sides in per cent of their full cache."""
     low, high = entry.relative_ci or (None, None)
     return {
         "ours_percent_of_full": entry.relative,
@@ -189,7 +184,6 @@ def _list_share_fields(entry: CellView) -> Record:
 
 
 def _list_ratio_fields(cell: TimedCell, base: str) -> Record:
-    """Return the fields of an efficiency table's cell: both sides as ratios to the row ``base``."""
     # a cell that was not measured has no row
     workload, key = "", ""
     if cell.row is not None:

@@ -89,7 +89,6 @@ def _choose_sign(entry: CellView) -> str:
 
 
 def _format_printed(entry: CellView) -> str:
-    """Return the paper's value as text, with its marks; OOM if it did not fit into the paper's memory."""
     # callers take only entries with a timing
     assert entry.timed is not None
     # papers write in many ways that a row does not fit into memory, but the cell's flag always says out-of-memory
@@ -150,10 +149,6 @@ def write_notes(timings: Timings, entries: Sequence[CellView], show: str = "both
 
 
 def _group_names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
-    """Return the models, methods or datasets that are not run, grouped by the reason.
-
-    The names are a dict's keys: each stands once, in the order of the table.
-    """
     names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():
         if cell.status != NOT_RUN:
@@ -170,10 +165,6 @@ def _group_names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
 
 
 def _write_notes_on_ours(timings: Timings, show: str) -> Iterator[str]:
-    """Yield notes on our side: both devices, the base of ratios, a stand-in's scale, and how many ratios agree.
-
-    show: what the table shows, one of grid.SHOWS or ``beside``.
-    """
     bench = timings.bench
     # N.NN stands for any ratio in the table
     start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
@@ -196,7 +187,6 @@ def _write_notes_on_ours(timings: Timings, show: str) -> Iterator[str]:
 
 
 def _write_scale(timings: Timings) -> str:
-    """Return a note with a stand-in's scale, and with each of its workloads beside the paper's."""
     bench = timings.bench
     scaled_by_paper: dict[str, str] = {}
     for printed, cell in timings.cells.items():
@@ -210,10 +200,6 @@ def _write_scale(timings: Timings) -> str:
 
 
 def _write_repeats(rows: Sequence[Row]) -> str:
-    """Return a note with the repeats behind the medians, and the rows of workloads that take as many rows as fit.
-
-    rows: the measured rows of the table.
-    """
     # repeats of rows that ran as a whole, and (workload, method, batch) of rows that took as many prompts as fit
     repeats: set[int] = set()
     largest_batches: set[tuple[str, str, int]] = set()
@@ -234,7 +220,6 @@ def _write_repeats(rows: Sequence[Row]) -> str:
 
 
 def _write_agreement(timings: Timings) -> Iterator[str]:
-    """Yield how many of our ratios lie on the same side of 1 as the paper's. Yield nothing if none compares."""
     compared, agreeing = 0, 0
     for printed, cell in timings.cells.items():
         if cell.ratio is None or cell.published_ratio is None or printed.method == timings.bench.base:
@@ -250,7 +235,6 @@ def _write_agreement(timings: Timings) -> Iterator[str]:
 
 
 def _write_notes_on_printed(entries: Sequence[CellView]) -> Iterator[str]:
-    """Yield a note on each mark that stands beside a number of the table."""
     timed_entries = [entry for entry in entries if entry.timed is not None]
     if any(_format_printed(entry) == OOM or entry.status == OOM for entry in timed_entries):
         yield "OOM: out of memory."
@@ -265,7 +249,6 @@ def _write_notes_on_printed(entries: Sequence[CellView]) -> Iterator[str]:
 
 
 def _describe_paper_models(timings: Timings) -> str:
-    """Return the names of the paper's models and devices in words."""
     models = []
     for model in timings.table.models():
         # published cells write ``unstated`` if the paper does not name its model
@@ -277,6 +260,5 @@ def _describe_paper_models(timings: Timings) -> str:
 
 
 def _list_paper_devices(timings: Timings) -> list[str]:
-    """Return the devices that the paper's rows name, each once."""
     devices = [cell.settings["gpu"] for cell in timings.table.printed if "gpu" in cell.settings]
     return list(dict.fromkeys(devices))

@@ -60,10 +60,6 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
 
 
 def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a line of text for every example of a cell. On a substitute model, it also has the full cache's score.
-
-    Raises UsageError if the cell is not run here.
-    """
     cells = ours.find_cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
@@ -89,10 +85,6 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
 
 
 def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a line with a number's tasks, mean, count of stored answers and result ids.
-
-    On a substitute model a second line has the same facts of the full cache.
-    """
     cells = ours.find_cells(line, column)
     if not cells:
         yield f"{column.name}: not run here"
@@ -107,10 +99,6 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
 
 
 def _describe_result(result: CellResult, cells: Parts) -> str:
-    """Return a number, its metric and its count of stored answers in words, followed by the ids of its results.
-
-    If nothing is measured, the status stands in place of the number.
-    """
     summary = result.summary
     number = result.status
     if summary is not None and summary.score is not None:
@@ -120,7 +108,6 @@ def _describe_result(result: CellResult, cells: Parts) -> str:
 
 
 def _describe_entry(entry: CellView) -> Iterator[str]:
-    """Yield a line with the value that the table shows for a cell, and one with the published value."""
     for name, value, share in (
         ("shown", entry.ours, entry.relative),
         ("published", entry.published, entry.published_relative),

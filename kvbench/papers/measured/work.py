@@ -85,7 +85,6 @@ def take_examples(group: Group, most: int | None) -> Group:
 
 
 def _measure_seconds(groups: Sequence[tuple[RunPlan, Group]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean seconds to read a prompt and per token that an answer may have, by task with stored answers."""
     read_s: dict[str, list[float]] = {}
     token_s: dict[str, list[float]] = {}
     for run, group in groups:

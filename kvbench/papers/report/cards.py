@@ -120,7 +120,6 @@ def render_cards(sets: Sequence[VerdictSet]) -> str:
 
 
 def _render_set(verdict_set: VerdictSet) -> str:
-    """Return one model's verdicts on one dataset as HTML: a heading, a picture, and a card for each method."""
     points = _list_points(verdict_set)
     # the number of each method's point in the picture
     numbers = {point.name: i for i, point in enumerate(points, start=1)}
@@ -154,7 +153,6 @@ def _render_card(method_verdict: MethodVerdict, number: int | None) -> str:
 
 
 def _list_points(verdict_set: VerdictSet) -> list[_Point]:
-    """Return a point for each method with a score and a size, the smallest size first."""
     points = []
     for method_verdict, row in verdict_set.verdicts:
         if method_verdict.score is not None and method_verdict.times_smaller is not None:
@@ -164,11 +162,6 @@ def _list_points(verdict_set: VerdictSet) -> list[_Point]:
 
 
 def _draw_picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
-    """Return a picture of scores against sizes as SVG, in a figure of HTML.
-
-    Return '' for scores without a fixed scale, such as perplexities, without points, and without a score of the full
-    cache.
-    """
     # ``of_store`` puts the full cache's row first, measured or not
     full = next(row for row in verdict_set.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
@@ -208,7 +201,6 @@ def _draw_picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
 
 
 def _draw_axes(axes: _Axes, full_score: float) -> list[str]:
-    """Return the grid with its numbers, the label of the axis of sizes, and the line of the full cache, as SVG."""
     parts = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         size, score = share * axes.widest, share * axes.top
@@ -225,7 +217,6 @@ def _draw_axes(axes: _Axes, full_score: float) -> list[str]:
 
 
 def _draw_point(point: _Point, axes: _Axes) -> list[str]:
-    """Return a method's point as SVG, with a bar for the interval of its score if there is one."""
     parts = []
     x, y = axes.x(point.size), axes.y(point.score)
     look = look_of(" ".join(point.name.split()))
@@ -245,12 +236,6 @@ def _draw_point(point: _Point, axes: _Axes) -> list[str]:
 
 
 def _place_numbers(places: Sequence[tuple[float, float]]) -> list[str]:
-    """Return the numbers of the points as SVG texts, each at the first of PLACES where it covers no point or number.
-
-    A number without a free position is left out. The reader still finds the method in the title of its point.
-
-    places: the coordinates (x, y) of each point.
-    """
     texts = []
     # a point has a radius of 4
     taken = [_Box(left=x - 4, right=x + 4, upper=y - 4, lower=y + 4) for x, y in places]
@@ -292,5 +277,4 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _svg_text(x: float, y: float, text: str, anchor: str) -> str:
-    """Return a text element of the picture. ``anchor`` is SVG's text-anchor: start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

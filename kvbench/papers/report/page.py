@@ -176,7 +176,6 @@ class ReportPage:
         return build_page(title, sections, self.samples, self._write_lead())
 
     def _write_title(self) -> str:
-        """Return the words in the page's title: the models of the user's runs, and the papers if it shows any."""
         # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
         if not models:
@@ -190,7 +189,6 @@ class ReportPage:
         return f"{runs}, and five papers beside {self.model}"
 
     def _write_lead(self) -> list[str]:
-        """Return the first lines of the page: counts of its contents, and how to read them."""
         counts = f"{len(self.runs)} results of your runs, {len(self.samples)} single example"
         if len(self.samples) != 1:
             counts += "s"
@@ -215,7 +213,6 @@ class ReportPage:
         return lines
 
     def _render_paper_sections(self) -> list[tuple[str, str, str]]:
-        """Return (id, heading, HTML) of each section on the papers."""
         heads = ("table", "row", "value", "printed", "recomputed", "weight", "why")
         findings = []
         for finding in self.audit:
@@ -242,10 +239,6 @@ class ReportPage:
         ]
 
     def _render_runs(self) -> str:
-        """Return the figures of the user's methods, and a table of results for each method, as HTML.
-
-        Results that only the papers' tables and claims use come last, in one table.
-        """
         if self.own_figures:
             figures_html = render_figures(self.own_figures)
         else:
@@ -270,7 +263,6 @@ class ReportPage:
         return figures_html + add_filter("".join(folds))
 
     def _render_provenance(self) -> str:
-        """Return a table with the provenance of the samples behind the papers' tables, as HTML."""
         measured = [table.measured for table in self.tables if table.measured is not None]
         if not measured:
             return "<p>None.</p>"
@@ -286,7 +278,6 @@ class ReportPage:
 
 
 def _list_filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the RUN_COLUMNS that at least one run fills. An empty column would only push others out of sight."""
     filled: set[str] = set()
     for values in run_values:
         filled.update(key for key, value in values.items() if value not in (None, ""))
@@ -294,11 +285,6 @@ def _list_filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str
 
 
 def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Return the runs as a table that the reader unfolds, as HTML.
-
-    name: the words of the table's heading, behind which the number of runs stands.
-    columns: the keys of the table's columns, of RUN_COLUMNS.
-    """
     heads = [RUN_HEADS.get(key, key) for key in columns]
     body = []
     for values in runs:
@@ -309,10 +295,6 @@ def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequenc
 
 
 def _format_run(run: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values of RUN_COLUMNS by key for one line of the open format, its numbers as they are printed.
-
-    Other values of the line are kept.
-    """
     values: dict[str, object] = dict(run)
     # other programs' lines may lack the parts that kvbench writes, or have null there
     for kind, divergence in (run.get("fidelity") or {}).items():
@@ -420,7 +402,6 @@ def build_page(
 
 
 def _render_view_buttons() -> str:
-    """Return the buttons that switch the views of the papers' tables, as HTML."""
     buttons = []
     for view, label in VIEWS:
         # the page opens with both sides of a cell
@@ -497,7 +478,6 @@ def add_filter(table: str) -> str:
 
 
 def _classify_column(column: Sequence[str]) -> str:
-    """Return the kind of a column by its cells: number, short (texts on one line) or text (wrapped lines)."""
     if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", cell) for cell in column):
         return "number"
     if max(map(len, column)) <= SHORT:

@@ -97,7 +97,6 @@ def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
 
 
 def _list_absent_stages(entry: CatalogueEntry) -> list[str]:
-    """Return the stages of a table's methods that kvbench does not have, sorted."""
     # snapkv+think is a chain of two methods, of which either can be missing
     stages: set[str] = set()
     for method in entry.method_names:
@@ -106,7 +105,6 @@ def _list_absent_stages(entry: CatalogueEntry) -> list[str]:
 
 
 def _list_absent_datasets(entry: CatalogueEntry) -> list[str]:
-    """Return the datasets of a table's scores that kvbench cannot read, sorted."""
     # columns of bytes and times have no dataset that kvbench would need
     datasets = {cell.dataset for cell in entry.cells if cell.metric in SCORES or cell.metric == "perplexity"}
     return sorted(datasets - {AVERAGE} - set(entries("dataset")) - set(TASKS))
@@ -156,7 +154,6 @@ def write_text(papers: Sequence[Paper]) -> str:
 
 
 def _write_setting(setting: Setting) -> str:
-    """Return a preset's setting with its source as lines of text, WIDTH characters wide."""
     # all keys of a preset begin alike, which a line of text has no room for
     line = f"{setting.key.removeprefix('method.')}={_format_value(setting.value)}"
     line = f"{line:<30} {setting.source}"
@@ -167,7 +164,6 @@ def _write_setting(setting: Setting) -> str:
 
 
 def _write_entry(row: EntryRow) -> str:
-    """Return a table or figure, and below it what can be reproduced of it, as lines of text, WIDTH characters wide."""
     line = f"{row.name:<10} {row.kind}: {row.title}"
     if row.cells:
         line += f"; values: {row.cells}"
@@ -194,14 +190,12 @@ def as_json(paper: Paper) -> dict[str, object]:
 
 
 def _read_preset_settings(paper: Paper) -> tuple[Setting, ...]:
-    """Return the settings of a paper's preset. They are empty for a paper without a preset."""
     if not paper.preset:
         return ()
     return presets.settings(paper.preset)
 
 
 def _make_entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
-    """Return the row of one table or figure. For a table it counts the published cells, and those with a flag."""
     cells = ""
     if not entry.is_figure:
         counts = entry.count_cells()
@@ -220,10 +214,6 @@ def _make_entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
 
 
 def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
-    """Return in words the part of a table that can be computed without a model.
-
-    If values were recomputed, add how many, and how many of these differ from the printed ones.
-    """
     description = f"without a model: {entry.exact}"
     recomputed = []
     for value in recomputed_cells(book):
@@ -236,7 +226,6 @@ def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
 
 
 def _list_claims(paper: Paper, book: Book) -> Iterator[ClaimRow]:
-    """Yield a paper's statements with their verdicts, without notes and statements about tables."""
     for judgement in judge_statements(book):
         statement = judgement.statement
         is_claim = judgement.verdict != NOTE and not statement.place.startswith("table")
@@ -245,18 +234,15 @@ def _list_claims(paper: Paper, book: Book) -> Iterator[ClaimRow]:
 
 
 def _name_place(entry: CatalogueEntry) -> str:
-    """Return the name of a table or figure in its paper, such as ``figure 3``."""
     if entry.is_figure:
         return f"figure {entry.id.removeprefix('figure')}"
     return name_table(entry.id)
 
 
 def _format_value(value: object) -> str:
-    """Return a knob's value as a user types it on the command line, such as ``[1,2]``."""
     # YAML ends a lone number or word with a line of three dots
     return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
 
 
 def _wrap_hanging(line: str, indent: int) -> str:
-    """Wrap a line to WIDTH. The first line is indented by 2 characters, and further lines by ``indent``."""
     return fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_long_words=False)

@@ -39,11 +39,6 @@ def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]
 
 
 def _record_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
-    """Return one example as the page's script reads it: prompt tokens, question, references, and a record a method.
-
-    A method's record has its answer, its score and, as ``kept``, one digit for each prompt token: the token's shade.
-    ``kept`` is '' if the prompt could not be read again. Methods without a stored answer have no record.
-    """
     encoded = host.encode(example, group.task)
     cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
     caches: list[PromptCache | None] = [None] * len(cells)

@@ -69,7 +69,6 @@ def list_cells(parts: Sequence[ReportPart], model: str, results: str, arguments:
 
 
 def _list_cells_of_table(ours: OurTable) -> frozenset[str]:
-    """Return the ids of all results that a table uses."""
     # a table that cannot be run has no results
     if ours.run is None:
         return frozenset()
@@ -77,10 +76,7 @@ def _list_cells_of_table(ours: OurTable) -> frozenset[str]:
 
 
 def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
-    """Build a table from its committed samples. Return None without such samples, or if all are of other versions.
-
-    samples: the folder of the committed samples.
-    """
+    """Build a table from its committed samples. Return None without such samples, or if all are of other versions."""
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if not packed.exists():
         return None
@@ -106,7 +102,6 @@ def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments
 
 
 def _build_stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
-    """Build a table from the results that the store in the folder ``results`` has for it."""
     words = [f"results={results}"]
     if table.measurable:
         words.extend(arguments)
@@ -114,10 +109,6 @@ def _build_stored_part(table: TableSpec, model: str, results: str, arguments: Se
 
 
 def _make_part(view: View, measured: MeasuredTable | None = None) -> ReportPart:
-    """Build a table's part of the report from its view.
-
-    measured: the samples behind a table whose committed samples are shown; None for any other table.
-    """
     return ReportPart(
         paper=view.ours.declared.paper,
         title=write_title(view),
@@ -151,7 +142,6 @@ def render_table(view: View) -> str:
     tables_by_view = {show: format_cells(view, show, intervals=True) for show in VIEWS}
 
     def render_cell(row: int, column: int) -> str:
-        """Return a cell's HTML: one span for each view. The labels in the first column are the same in all views."""
         if column == 0:
             return writers.html_lines(tables_by_view["ours"].rows[row][0], small=True)
         spans = ""

@@ -163,7 +163,6 @@ def papers_in_order() -> tuple[str, ...]:
     """Return the ids of all papers, ordered by ``Paper.place``."""
 
     def place_of(paper_id: str) -> int:
-        """Return the sort key of a paper."""
         return read_paper(paper_id).place
 
     return tuple(sorted(paper_ids(), key=place_of))
@@ -172,11 +171,7 @@ def papers_in_order() -> tuple[str, ...]:
 def _read_entries(
     path: Path, paper_id: str, content: Mapping[str, Mapping[str | int, Mapping[str, str]]]
 ) -> Iterator[CatalogueEntry]:
-    """Yield the tables and figures of a paper. Raises KvbenchError for an unknown kind or field.
-
-    content: the content of the paper's paper.yaml, which lies at ``path``. Under ``tables`` and ``figures`` it has the
-    fields of CatalogueEntry by number.
-    """
+    """Yield the tables and figures of a paper. Raises KvbenchError for an unknown kind or field."""
     # table 2 is think/2 on the command line, and figure 2 is think/figure2
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():

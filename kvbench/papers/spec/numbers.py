@@ -19,28 +19,21 @@ class Number:
     high: Fraction
 
     def __add__(self, other: Number | int) -> Number:
-        """Return the sum, with the interval of all sums of numbers from the two intervals."""
         b = _as_number(other)
         return Number(self.value + b.value, self.low + b.low, self.high + b.high)
 
     def __sub__(self, other: Number | int) -> Number:
-        """Return the difference, with the interval of all differences of numbers from the two intervals."""
         b = _as_number(other)
         # the difference is smallest where this is low and the other high
         return Number(self.value - b.value, self.low - b.high, self.high - b.low)
 
     def __mul__(self, other: Number | int | Fraction) -> Number:
-        """Return the product, with the interval of all products of numbers from the two intervals."""
         b = _as_number(other)
         # signs decide which two ends give the smallest product, so try all four
         ends = (self.low * b.low, self.low * b.high, self.high * b.low, self.high * b.high)
         return Number(self.value * b.value, min(ends), max(ends))
 
     def __truediv__(self, other: Number | int | Fraction) -> Number:
-        """Return the quotient, with the interval of all quotients of numbers from the two intervals.
-
-        Raises ZeroDivisionError if the divisor's interval contains 0.
-        """
         b = _as_number(other)
         if b.low <= 0 <= b.high:
             raise ZeroDivisionError(f"{float(b.value)} cannot be told from zero")
@@ -48,7 +41,6 @@ class Number:
         return self * Number(1 / b.value, 1 / b.high, 1 / b.low)
 
     def __float__(self) -> float:
-        """Return the number without its interval, as a float."""
         return float(self.value)
 
     def text(self, digits: int) -> str:
@@ -122,7 +114,6 @@ def format_fixed(value: Fraction, digits: int) -> str:
 
 
 def _as_number(other: Number | int | Fraction) -> Number:
-    """Return the operand of an arithmetic operator as a Number. An int or a fraction is exact."""
     if isinstance(other, Number):
         return other
     return exact_number(other)

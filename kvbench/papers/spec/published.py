@@ -94,7 +94,6 @@ def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
 
     def numbers_first(table_id: tuple[str, str]) -> tuple[str, bool, str]:
-        """Return the sort key of a table: its paper, False for a number, and the number or the name."""
         paper, table = table_id
         # numbers are ordered as texts of three characters: 010 comes behind 009
         return paper, not table.isdigit(), table.zfill(3)
@@ -149,10 +148,6 @@ def model_id(name: str) -> str:
 
 
 def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
-    """Parse one line of a file of published cells.
-
-    Raises KvbenchError for a bad number, and for an average whose dataset is not written as AVERAGE.
-    """
     # a metric's name, as in LongBench's tables, is a cell of text and has no value
     value = None
     try:

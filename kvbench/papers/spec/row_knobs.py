@@ -138,7 +138,6 @@ def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) ->
 
 
 def _add_owner(key: str, stages: Sequence[str]) -> str:
-    """Return the key of a knob as ``run`` takes it: with its stage before it if OWNERS names one of ``stages``."""
     for stage in stages:
         if stage in OWNERS.get(key, ()):
             return f"method.{stage}.{key}"
@@ -161,12 +160,7 @@ def scale_windows(values: Mapping[str, object], stages: Iterable[str], stand_in:
 
 
 def _translate_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
-    """Return the knobs that one part of a setting, ``key=value``, sets on a stand-in; {} if the default says the same.
-
-    knob_names: the knobs of the row's methods.
-
-    Raises KvbenchError for a key that is neither special to published rows nor one of ``knob_names``.
-    """
+    """Return the knobs of one part of a setting, ``key=value``; {} if the default says the same."""
     knobs = _scale_part(key, value, stand_in)
     if knobs is None:
         knobs = _rewrite_part(key, value)
@@ -242,10 +236,7 @@ def _rewrite_part(key: str, value: str) -> Knobs | None:
 
 
 def _translate_frozen_layers(value: str, stand_in: StandIn) -> str:
-    """Return the frozen layers of a published row as a knob: ``[0,1,31]`` for ``0+1+31``, ``[]`` for ``none``.
-
-    Layers that the stand-in does not have become its last layer, which is named once.
-    """
+    """Return the frozen layers of a published row as a knob: ``[0,1,31]`` for ``0+1+31``, ``[]`` for ``none``."""
     layers = []
     if value != "none":
         for layer in value.split("+"):

@@ -253,10 +253,6 @@ def table_of_cells(base: TableSpec, cells: Iterable[UnprintedCell], **replaced_f
 
 
 def _place_cell(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
-    """Return a printed cell's row as (model, method, setting), and its column.
-
-    In a table of facts about datasets, each dataset is a row and each fact a column.
-    """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column(dataset="", quantity=cell.metric)
     # a dataset has one column of scores, even if its rows have different metrics
@@ -289,10 +285,7 @@ def load(paper: str, table: str) -> TableSpec:
 
 
 def _read_declaration(paper: str, table: str) -> dict[str, Any]:
-    """Return the fields of TableSpec that tables.yaml and table<N>.yaml state for a table; {} without these files.
-
-    Raises KvbenchError for a file that is damaged.
-    """
+    """Return the fields of TableSpec that tables.yaml and table<N>.yaml state for a table; {} without these files."""
     declared: dict[str, Any] = {}
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
     for path in data_files(f"{paper}/tables.yaml") + data_files(f"{paper}/table{table}.yaml"):
@@ -312,7 +305,6 @@ def table_ids() -> tuple[tuple[str, str], ...]:
     order = catalogue.papers_in_order()
 
     def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
-        """Return the sort key of a table: the place of its paper, and its number."""
         paper, table = table_id
         # sort by number: table 10 comes behind table 9
         return order.index(paper), int(table)

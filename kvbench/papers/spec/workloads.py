@@ -147,7 +147,6 @@ class WorkloadChooser:
         return f"{dataset}: {prompts}, are beyond the model's context."
 
     def _list_typed_knobs(self) -> set[str]:
-        """Return the names, without owners, of the knobs that the user typed. They override the paper's."""
         names = set()
         for key in self.settings:
             # a knob may be typed behind its owner and a dot: method.think.ratio is ratio
@@ -155,7 +154,6 @@ class WorkloadChooser:
         return names
 
     def _find_paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
-        """Return the paper's knobs of a dataset, as tables.yaml states them for the model of ``row``."""
         workloads = self.table.workloads
         knobs = dict(workloads.get(dataset, {}))
         # a model's own values replace values for all models
@@ -163,10 +161,6 @@ class WorkloadChooser:
         return knobs
 
     def _find_paper_lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's prompt lengths for a row, without those beyond the context that the row states.
-
-        Return [] for a dataset without the knob ``lengths``.
-        """
         lengths = self._find_paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []
@@ -178,7 +172,6 @@ class WorkloadChooser:
         return [length for length in lengths if length <= longest]
 
     def _fits_context(self, row: TableRow, dataset: str, length: int) -> bool:
-        """Return True if a needle prompt of ``length`` tokens is read whole, with room for its answer."""
         limit = self.cfg.prompt.max_length
         if limit is not None and length > limit:
             return False
@@ -239,7 +232,6 @@ class WorkloadChooser:
         return ""
 
     def _shorten_message(self, message: str) -> str:
-        """Shorten an error message to a reason for tables, without the data folder and advice on getting a file."""
         reason = message.partition(": put the file there yourself")[0]
         # a missing data folder is an error of its own, so no message names it
         with suppress(UsageError):
@@ -275,10 +267,7 @@ class WorkloadChooser:
 
 
 def _read_dataset_knobs(row: TableRow, name: str) -> dict[str, int]:
-    """Return the knobs of a dataset that a row's setting states, such as {"shots": 4}; {} for other settings.
-
-    name: the dataset in the form of ``run`` (``longbench/qasper``).
-    """
+    """Return the knobs of a dataset that a row's setting states, such as {"shots": 4}; {} for other settings."""
     entry_name = name.partition("/")[0]
     # a dataset that kvbench cannot read has no entry; the table reports it as absent
     entry = entries("dataset").get(entry_name, {})

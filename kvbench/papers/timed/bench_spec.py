@@ -59,7 +59,6 @@ class Scale:
         """
 
         def scale_size(match: re.Match[str]) -> str:
-            """Return a matched ``kv_size=N`` at the stand-in's size."""
             size = int(match[1])
             return f"kv_size={size // self.lengths}"
 
@@ -130,11 +129,7 @@ class BenchSpec:
         return workload_name, text
 
     def _find_method_text(self, method: str, facts: set[str]) -> str | None:
-        """Return the text in ``methods`` for a published method; None if there is none.
-
-        A key of ``methods`` is a method with settings, such as ``kivi bits=2``. All its settings must be among
-        ``facts``, the cell's settings. If several keys fit, the one with most settings wins.
-        """
+        """Return the text in ``methods`` for a published method; None if there is none."""
         text = None
         # a key without settings, such as ``kivi``, serves the rows for which no other key fits: 0 settings beat -1
         most_settings = -1
@@ -191,7 +186,6 @@ class BenchSpec:
 
 
 def _list_facts(cell: Published) -> set[str]:
-    """Return the settings of a cell's row in the notation of bench<N>.yaml, ``key=value``."""
     return {f"{key}={value}" for key, value in cell.settings.items()}
 
 
@@ -199,7 +193,6 @@ def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
     def paper_and_number(table_id: tuple[str, str]) -> tuple[str, int]:
-        """Return the sort key of a table: its paper and its number."""
         paper, table = table_id
         # table 10 stands behind table 9
         return paper, int(table)

@@ -107,7 +107,6 @@ def render(figures: Sequence[StatedFigure]) -> str:
 
 
 def _format_paper(paper: str, figures: Sequence[StatedFigure]) -> str:
-    """Format the table of one paper, with its sources numbered below it."""
     sources = list(dict.fromkeys(figure.source for figure in figures))
     rows = []
     for stated in figures:
@@ -131,7 +130,6 @@ def _format_paper(paper: str, figures: Sequence[StatedFigure]) -> str:
 
 
 def _compute_think7() -> Figures:
-    """Yield the cache sizes in ThinK's table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
     # each row of the table has one cell with its size; its other cells are scores
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), printed_size in sizes.items():
@@ -162,7 +160,6 @@ def _compute_think7() -> Figures:
 
 
 def _compute_think_text() -> Figures:
-    """Yield the sizes of the full cache in ThinK's text, and the share of bytes that its pruned keys save."""
     token_bytes = LLAMA2_7B.full_bytes(1, FP16)
     yield StatedFigure(
         paper="think",
@@ -202,10 +199,6 @@ def _compute_think_text() -> Figures:
 
 
 def _compute_kivi() -> Figures:
-    """Yield the bytes of one head under KIVI for 1000 tokens: groups of 32, residual 128, head dimension 128.
-
-    KIVI packs 896 of these keys and 872 of these values.
-    """
     tokens, group, residual, dim = 1000, 32, 128, 128
     # keys are packed in whole blocks of the residual's length, values one by one as they leave it
     packed_keys = residual * (tokens // residual)
@@ -249,7 +242,6 @@ def _compute_kivi() -> Figures:
 
 
 def _compute_flexgen() -> Figures:
-    """Yield the bytes that FlexGen stores for a group of 64 values, and how many times smaller this is than fp16."""
     # one token with a key of 64 numbers, which make one group
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
     yield StatedFigure(
@@ -277,10 +269,6 @@ def _compute_flexgen() -> Figures:
 
 
 def _compute_qhitter() -> Figures:
-    """Yield how many times smaller than fp16 Q-Hitter's cache is at 4 bits, without and with its running scores.
-
-    A head of 128 dimensions has an fp16 scale and zero point, and 8 bytes of scores, for each token.
-    """
     dim, bits = 128, 4
     # keys and values of one token in one head: in fp16, and as codes with scale and zero point
     dense = 2 * dim * FP16
@@ -311,7 +299,6 @@ def _compute_qhitter() -> Figures:
 
 
 def _compute_uncomp() -> Figures:
-    """Yield UNComp's cache sizes in per cent of the full cache: 100 x tokens kept / tokens of the context."""
     # (tokens kept, tokens of the context, printed per cent, its place in the paper)
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
     for size, context, value, where in printed:
@@ -329,7 +316,6 @@ def _compute_uncomp() -> Figures:
 
 
 def _compute_refreekv() -> Figures:
-    """Yield the sizes in ReFreeKV's introduction. They count all query heads, but under GQA fewer heads are stored."""
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         yield StatedFigure(
             paper="refreekv",
@@ -356,10 +342,6 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 
 
 def _count_payload_bytes(chain: Chain, shape: Shape, tokens: int = LONG) -> int:
-    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of ``tokens`` tokens.
-
-    chain: a chain with a fixed budget, or the full cache.
-    """
     declared = bytes_declared(chain, shape, tokens, FP16)
     # None stands for budgets that the prompt's text decides
     assert declared is not None
@@ -367,13 +349,11 @@ def _count_payload_bytes(chain: Chain, shape: Shape, tokens: int = LONG) -> int:
 
 
 def _round_as_papers(value: float, digits: int) -> float:
-    """Round to ``digits`` decimals as papers do: ties, such as 0.25 to one decimal, go up."""
     # the binary fraction of a tie may lie just below it, so add a little before rounding
     return float(f"{value + 1e-9:.{digits}f}")
 
 
 def _format_mark(figure: StatedFigure, value: float) -> str:
-    """Return ✓ if a value equals the figure's reference in its digits, or else the difference as text."""
     offset = figure.offset_of(value)
     if offset == 0:
         return "✓"
@@ -381,10 +361,7 @@ def _format_mark(figure: StatedFigure, value: float) -> str:
 
 
 def _format_number(value: float | None, digits: int, reference: float | None = None) -> str:
-    """Format a number with ``digits`` decimals; None is a dash. A ``reference`` adds one more if rounding changes it.
-
-    The further decimal shows how far the number is off the reference.
-    """
+    """Format a number; None is a dash. A ``reference`` adds one decimal if rounding changes the number."""
     if value is None:
         return "—"
     if reference is not None and _round_as_papers(value, digits) != value:

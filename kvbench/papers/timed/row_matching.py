@@ -147,13 +147,6 @@ def find_stored_quantity(quantity: str) -> str:
 
 
 def _match_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
-    """Find our measurement for a printed cell, and compare both sides by their ratios to the base method.
-
-    If there is no measurement, the result says why: not run, or not measured yet.
-
-    printed: all printed cells of the table.
-    rows: the measured rows of one device, oldest first.
-    """
     printed_base = _find_printed_base(cell, declared, printed)
     published_ratio = _divide_printed(cell, printed_base)
     key = declared.find_row_key(cell)
@@ -203,10 +196,6 @@ def _match_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 
 def _divide_printed(cell: Published, base: Published | None) -> float | None:
-    """Return the paper's ratio: a cell's printed value / the printed value of its base.
-
-    Return None if the paper prints no base cell, if one of the two cells has no number, or if the base is 0.
-    """
     if base is None or cell.value is None or not base.value:
         return None
     return cell.value / base.value
@@ -238,7 +227,6 @@ def _find_printed_base(cell: Published, declared: BenchSpec, printed: Sequence[P
     """Return the printed cell of the base method under the same conditions; None if the paper prints none."""
 
     def list_conditions(c: Published) -> tuple[str | None, ...]:
-        """Return the conditions that a cell must share with its base: model, dataset, metric, device and workload."""
         return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.find_printed_workload(c)
 
     for candidate in printed:
@@ -248,10 +236,7 @@ def _find_printed_base(cell: Published, declared: BenchSpec, printed: Sequence[P
 
 
 def _read_quartiles(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
-    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once, or has none.
-
-    unit: the size of the printed unit in kvbench's units.
-    """
+    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once, or has none."""
     low = _read_statistic(row, rows, quantity, "q1")
     high = _read_statistic(row, rows, quantity, "q3")
     # a single repeat has no spread
@@ -263,11 +248,7 @@ def _read_quartiles(row: Row, rows: Sequence[Row], quantity: str, unit: float) -
 
 
 def _read_statistic(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity in seconds, bytes or as a ratio; None if the row lacks it.
-
-    rows: all measured rows, among which the full cache's row is found for a ratio to it.
-    stat: ``median``, ``q1`` or ``q3``.
-    """
+    """Return a statistic of a row's quantity in seconds, bytes or as a ratio; None if the row lacks it."""
     if quantity in SHARES:
         # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":

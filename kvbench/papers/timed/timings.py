@@ -141,10 +141,6 @@ def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
 
 
 def _add_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """Return a cell with the share of tokens kept in per cent as its value, if this is its quantity.
-
-    Return the cell as it is for another quantity, and if one of the two rows that are needed was not measured.
-    """
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     # a share of tokens needs the full cache of the same session
@@ -156,7 +152,6 @@ def _add_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Seq
 
 @cache
 def _read_shape(model: str) -> Shape:
-    """Return the shape of a model's cache: its layers, heads and head dimension. It is read once for all cells."""
     return architecture.shape_of(config.configure({"model": model}).model)
 
 
@@ -192,7 +187,6 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
 
 
 def _describe_both_sides(cell: TimedCell) -> list[str]:
-    """Return lines with our value, our ratio to the base row, and the printed value with its ratio, if they exist."""
     lines = []
     unit = cell.printed.unit
     if cell.value is not None:
@@ -208,10 +202,6 @@ def _describe_both_sides(cell: TimedCell) -> list[str]:
 
 
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
-    """Return the cell at a row's and a column's name. Several models may have such a row: prefer a measured one.
-
-    Raises UsageError if the table lacks the row or the column, or prints no such cell.
-    """
     table = timings.table
     rows = [table_row for table_row in table.rows if table_row.name == row]
     if not rows:
@@ -230,10 +220,6 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
 
 
 def _describe_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
-    """Return two lines of text: a row's position in the file, and its stored values of a quantity.
-
-    ``name`` says at the start of the first line which row it is.
-    """
     # lines count from 1; of several equal rows the last one is meant
     number = max(i for i, stored_row in enumerate(records.read_rows(file), start=1) if stored_row == row)
     statistics = row["quantities"].get(quantity)

@@ -65,11 +65,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
-    """Return the recomputed cells of a paper or of one of its tables, in the order of the tables.
-
-    paper: a paper, or ``all``.
-    table: the table's id; '' for all tables.
-    """
     selected = []
     for recomputed in cells:
         is_of_paper = paper == "all" or recomputed.cell.paper == paper
@@ -78,7 +73,6 @@ def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]
             selected.append(recomputed)
 
     def place_of(recomputed: Exact) -> tuple[str, bool, str]:
-        """Return the sort key of a cell: its paper, False for a numbered table, and the table's number or name."""
         table_id = recomputed.cell.table
         # numbers are ordered as texts of three characters: 010 comes behind 009
         return recomputed.cell.paper, not table_id.isdigit(), table_id.zfill(3)

@@ -85,12 +85,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(papers: Sequence[str], model: str, options: Mapping[str, str]) -> Ledger:
-    """Measure the results that the claims of ``papers`` need, and return the ledger of verdicts.
-
-    options: options of ``kvbench run`` by key. Without ``limit``, 20 examples of each task are measured.
-
-    Raises KvbenchError if nothing could be measured.
-    """
     from kvbench.papers.claims import claim_runner, ledger
 
     words = [f"{key}={value}" for key, value in {"limit": "20", **options}.items()]
@@ -105,7 +99,6 @@ def _measure(papers: Sequence[str], model: str, options: Mapping[str, str]) -> L
 
 
 def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
-    """Print a ledger as the user asked for it: as JSON, as a table with all evidence, or in brief."""
     from kvbench.papers.claims import ledger
     from kvbench.report import writers
 

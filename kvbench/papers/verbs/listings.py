@@ -71,10 +71,6 @@ def tables(results: Path) -> list[dict[str, object]]:
 
 
 def _record_entry(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> dict[str, object]:
-    """Return the record of one table or figure.
-
-    ours: for each model that was measured, the counts of our cells by state, with the model's name under ``model``.
-    """
     from kvbench.papers.measured import coverage
 
     counts_in_words = []

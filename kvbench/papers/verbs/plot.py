@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 
 def _make_numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
-    """Return a key whose values are whole numbers separated by commas.
-
-    kind: a description of the allowed numbers, for error messages.
-    allowed: the numbers that a user may type; None for all from 0.
-    """
 
     def read_numbers(text: str) -> tuple[int, ...]:
         """Return the numbers of a typed value. Raises ValueError if a number is not allowed."""
@@ -108,13 +103,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[FigureRecord]:
-    """Draw the figures that the user named, and return a record of each. Figures of activations come first.
-
-    names: ids of figures or papers, or ``all``.
-    options: the user's key=value arguments.
-    quiet: True to show no progress.
-    stored: True to measure nothing and draw stored results.
-    """
     if options.get("output") == "":
         raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
@@ -149,10 +137,7 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
 
 
 def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> None:
-    """Raise UsageError for a key of ``run`` that a figure decides itself.
-
-    The keys that name methods are allowed if all figures take methods, and ``method=`` is among the options.
-    """
+    """Raise UsageError for a key of ``run`` that a figure decides itself."""
     from kvbench.papers.figures import registry
 
     takes_methods = "method" in options and all(figure.own for figure in figures)
@@ -190,7 +175,6 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
 
 
 def _takes_key(figure: Figure, key: str) -> bool:
-    """Return True if the figure takes ``key``, one of OWN."""
     # every figure of activations reads texts, whose number and source can be chosen
     if key in ("text", "samples") and figure.sweeps is None:
         return True
@@ -200,12 +184,6 @@ def _takes_key(figure: Figure, key: str) -> bool:
 def _draw_results(
     figures: Sequence[Figure], run_options: Mapping[str, str], options: Mapping[str, str], quiet: bool, stored: bool
 ) -> list[FigureRecord]:
-    """Draw figures of measured results, and return a record of each. Missing results are measured unless ``stored``.
-
-    run_options: those of ``options`` that a run takes.
-    options: the user's key=value arguments.
-    quiet: True to show no progress.
-    """
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.place import Place
     from kvbench.papers.spec import stand_ins
@@ -236,13 +214,6 @@ def _draw_activations(
     figure_keys: Mapping[str, Any],
     quiet: bool,
 ) -> list[FigureRecord]:
-    """Draw figures of a model's activations while it reads prompts, and return a record of each.
-
-    request: the run that chooses the model and the prompts.
-    options: the user's key=value arguments.
-    figure_keys: the values of those arguments that are keys of OWN.
-    quiet: True to show no progress.
-    """
     from kvbench.base.progress import progress
     from kvbench.papers.figures import source
     from kvbench.papers.figures.place import Place
@@ -260,7 +231,6 @@ def _draw_activations(
     place = Place.of(options, cfg.results, cfg.model.name)
 
     def decode_token(token: int) -> str:
-        """Return the text of one token id."""
         return origin.tokenizer.decode([token])
 
     records = []
@@ -285,10 +255,6 @@ def _draw_activations(
 
 
 def _format_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a figure's knobs for the head of its CSV: several numbers as users type them, other values as they are.
-
-    A knob without a value is left out. It is at the default that the figure's caption states.
-    """
     formatted = {}
     for key, value in knobs.items():
         if isinstance(value, tuple):
@@ -299,11 +265,6 @@ def _format_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> FigureRecord:
-    """Draw the figure of a CSV again, beside the CSV or in the folder that the options name.
-
-    path: the CSV.
-    names, options: the user's other words and key=value arguments. Only ``results=`` and ``output=`` are possible.
-    """
     # the file says which figure of which model it is
     wrong = list(names)
     wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
@@ -324,7 +285,6 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
 
 
 def _print_list(as_json: bool) -> None:
-    """Print the figures that can be drawn, each with the keys that it takes."""
     entries = listings.figures()
     if as_json:
         print(json.dumps(entries, indent=1, ensure_ascii=False))
@@ -336,7 +296,6 @@ def _print_list(as_json: bool) -> None:
 
 
 def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
-    """Return the record of a drawn figure. ``paths`` are its files, and ``finding`` is the text on its data."""
     return {
         "id": figure.id,
         "files": list(map(str, paths)),
@@ -348,7 +307,6 @@ def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> Figur
 
 
 def _describe_figure(record: FigureRecord) -> str:
-    """Return lines of text about a drawn figure: its files, kvbench's finding, the paper's finding, and open points."""
     parts = [
         (record["id"], " ".join(record["files"])),
         ("here", record["finding"]),

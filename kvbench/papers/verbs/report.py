@@ -77,13 +77,6 @@ def main(args: argparse.Namespace) -> int:
 def _collect_page(
     options: dict[str, str], count: int, papers: bool | None, other_results: Sequence[Path]
 ) -> ReportPage:
-    """Collect everything that the page shows, and return the page. Missing answers to its examples are measured.
-
-    options: the key=value arguments of the run, and those of the papers' tables.
-    count: the number of examples of each task that the page shows. For 0, nothing is measured.
-    papers: True to show the papers' tables, figures and claims, too; None to show them if there are no other results.
-    other_results: folders and files of results beside those of the results folder.
-    """
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import own_folder
     from kvbench.papers.report import cards, page, samples
@@ -127,11 +120,6 @@ def _collect_page(
 
 
 def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -> ReportPage:
-    """Return the page with the papers' tables, figures and claims, and the findings about the papers' own numbers.
-
-    options: the key=value arguments of the run, and those of the papers' tables.
-    results: the folder of results.
-    """
     from kvbench.papers.claims import ledger
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import figure_folder
@@ -155,13 +143,6 @@ def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -
 
 
 def _choose_run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
-    """Return the settings of the run whose answers the page shows.
-
-    A method or a limit that the user typed replaces the default.
-
-    count: the number of examples of each task, which is the run's default limit. For 0, nothing is run, but the
-    settings are checked with a limit of 1.
-    """
     settings: dict[str, object] = {}
     if "method" not in options:
         settings |= METHODS

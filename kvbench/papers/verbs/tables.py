@@ -75,7 +75,6 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
 
 
 def _print_view(view: View, args: argparse.Namespace) -> None:
-    """Print a table as the user asked for it. Below a table of text, explain the budgets of its rows."""
     from kvbench.papers.measured import page
     from kvbench.store.labels import explain_budgets
 
@@ -87,17 +86,10 @@ def _print_view(view: View, args: argparse.Namespace) -> None:
 
 
 def _has_failed_cells(view: View) -> bool:
-    """Return True if a cell of a paper's table was refused or failed."""
     return any(entry.status in ("refused", "failed") for _, entries in view.rows for entry in entries)
 
 
 def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
-    """Measure one table and return its view, or an exit status if something else was printed or a signal ended it.
-
-    model: an entry of conf/model, a folder or a hub id; '' for the default.
-    overrides: the user's other key=value arguments.
-    args: the verb's other arguments.
-    """
     from kvbench.papers.measured import cell_view, grid, our_table, trace, work
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
@@ -142,12 +134,6 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
 
 
 def _time_table(table: TableSpec, model: str, options: Mapping[str, str], args: argparse.Namespace) -> int | View:
-    """Time one efficiency table and return its view. Return exit status 0 if something else was printed.
-
-    model: an entry of conf/model, a folder or a hub id; '' for the default.
-    options: the user's other key=value arguments.
-    args: the verb's other arguments.
-    """
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import measuring, timings
 
