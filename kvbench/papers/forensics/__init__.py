@@ -44,10 +44,8 @@ def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
         for finding in check(book):
             # several papers or tables are joined by +
             about_paper = not set(finding.paper.split("+")).isdisjoint(papers)
-            about_table = table == "" or table in finding.table.split("+")
-            if about_paper and about_table:
+            if about_paper and (not table or table in finding.table.split("+")):
                 findings.append(finding)
-
     # the name of several papers is none of ``papers``, and their findings come after those about one
     places = {name: place for place, name in enumerate(papers)}
     return sorted(findings, key=lambda finding: places.get(finding.paper, len(papers)))

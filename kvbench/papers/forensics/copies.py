@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
-from kvbench.papers.forensics.finding import Finding
+from kvbench.papers.forensics.finding import Finding, doubt
 from kvbench.papers.forensics.identity import identity
 from kvbench.papers.spec.numbers import format_fixed, printed_number
 from kvbench.papers.spec.published import Published
@@ -41,29 +41,19 @@ def find_copies(book: Book) -> Iterator[Finding]:
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
         if first.paper != second.paper or first_identity == second_identity:
             continue
-        # a list in the order of the row, since a finding names the datasets in this order
         common = [dataset for dataset in first_texts if dataset in second_texts]
         equal = [dataset for dataset in common if first_texts[dataset] == second_texts[dataset]]
-        all_equal = len(common) >= COMPARED and len(equal) == len(common)
         # two models that share a few scores of three digits are suspicious; two methods of one model are not
         telling = [dataset for dataset in equal if _is_telling(first.scores[dataset])]
-        if all_equal:
+        if len(common) >= COMPARED and len(equal) == len(common):
             shared, why = equal, "every score is"
         elif first.model != second.model and len(telling) >= SHARED:
             shared, why = telling, f"{len(telling)} scores are"
         else:
             continue
-        yield Finding(
-            check="copy",
-            weight="doubt",
-            paper=first.paper,
-            table=first.table,
-            row=first.label,
-            cell="+".join(shared),
-            printed=", ".join(f"{dataset} {first.scores[dataset].printed}" for dataset in shared),
-            recomputed="",
-            why=f"{why} those of {second.label} in table {second.table}, to the last digit",
-        )
+        printed = ", ".join(f"{dataset} {first.scores[dataset].printed}" for dataset in shared)
+        why += f" those of {second.label} in table {second.table}, to the last digit"
+        yield doubt(first, "copy", "+".join(shared), printed, why)
 
 
 def find_twins(book: Book) -> Iterator[Finding]:
@@ -72,52 +62,23 @@ def find_twins(book: Book) -> Iterator[Finding]:
     A pair is two datasets in one row, or one dataset under two budgets of a method.
     """
     for row in book.rows:
-        if row.table.isdigit():
-            yield from _find_twins_in_row(row)
-
-    for method_rows in _group_rows(book, _name_method):
-        for first, second in combinations(method_rows, 2):
+        for a, b in combinations(row.scores.values(), 2):
+            # accuracies over the same few questions coincide by chance, and so do low scores
+            both_coarse = a.dataset in COARSE and b.dataset in COARSE
+            if row.table.isdigit() and a.printed == b.printed and _is_high(a) and not both_coarse:
+                why = "two datasets of the row with one value; may be chance"
+                yield doubt(row, "twin", f"{a.dataset}+{b.dataset}", a.printed, why)
+    for rows in _group_rows(book, lambda row: (row.paper, row.table, row.model, row.method)):
+        for first, second in combinations(rows, 2):
             # only ReFreeKV's baselines at several budgets: elsewhere a setting may change nothing for good reasons
-            if first.paper == "refreekv" and "budget" in first.settings:
-                yield from _find_twins_under_budgets(first, second)
-
-
-def _find_twins_in_row(row: PublishedRow) -> Iterator[Finding]:
-    # accuracies over the same few questions coincide by chance, and so do low scores
-    for first, second in combinations(row.scores.values(), 2):
-        both_coarse = first.dataset in COARSE and second.dataset in COARSE
-        if first.printed == second.printed and _is_high(first) and not both_coarse:
-            yield Finding(
-                check="twin",
-                weight="doubt",
-                paper=row.paper,
-                table=row.table,
-                row=row.label,
-                cell=f"{first.dataset}+{second.dataset}",
-                printed=first.printed,
-                recomputed="",
-                why="two datasets of the row with one value; may be chance",
-            )
-
-
-def _find_twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
-    for dataset, cell in first.scores.items():
-        # another budget should change some digit of a score that can take many values
-        other = second.scores.get(dataset)
-        if other is None or other.printed != cell.printed:
-            continue
-        if _is_high(cell) and _is_telling(cell):
-            yield Finding(
-                check="twin",
-                weight="doubt",
-                paper=first.paper,
-                table=first.table,
-                row=first.label,
-                cell=dataset,
-                printed=cell.printed,
-                recomputed="",
-                why=f"the value of this method under {second.setting}, to the last digit; may be chance",
-            )
+            if first.paper != "refreekv" or "budget" not in first.settings:
+                continue
+            for dataset, cell in first.scores.items():
+                # another budget should change some digit of a score that can take many values
+                other = second.scores.get(dataset)
+                if other is not None and other.printed == cell.printed and _is_high(cell) and _is_telling(cell):
+                    why = f"the value of this method under {second.setting}, to the last digit; may be chance"
+                    yield doubt(first, "twin", dataset, cell.printed, why)
 
 
 def find_gains(book: Book) -> Iterator[Finding]:
@@ -132,87 +93,53 @@ def find_gains(book: Book) -> Iterator[Finding]:
             # words and scores of 0 make no ratio, and scores in two units cannot be compared
             if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
                 continue
-            # score / full score
             ratio = cell.value / full_cell.value
             if full_cell.value > LEAST and ratio > GAIN:
-                yield Finding(
-                    check="gain",
-                    weight="doubt",
-                    paper=row.paper,
-                    table=row.table,
-                    row=row.label,
-                    cell=dataset,
-                    printed=f"{cell.printed} against {full_cell.printed}",
-                    recomputed="",
-                    why=f"{ratio:.2f} times the full cache's score",
-                )
+                printed = f"{cell.printed} against {full_cell.printed}"
+                yield doubt(row, "gain", dataset, printed, f"{ratio:.2f} times the full cache's score")
 
 
 def find_breaks(book: Book) -> Iterator[Finding]:
     """Yield scores that fall out of an otherwise steady series over the setting k. A lost digit would explain them."""
-    for group in _group_rows(book, _name_method_and_setting):
-        # some rows state k in tokens, which cannot be ordered among shares
-        rows_with_share = [row for row in group if "%" in row.settings.get("k", "")]
-        series = sorted(rows_with_share, key=_read_share)
+    for group in _group_rows(book, _name_series):
+        # some rows state k in tokens, which cannot be ordered among shares of the prompt (20%, or 20%n)
+        series = [row for row in group if "%" in row.settings.get("k", "")]
+        series.sort(key=lambda row: float(row.settings["k"].rstrip("%n")))
         # a row may lack a dataset that the others have
-        datasets: dict[str, None] = {}
-        for row in series:
-            datasets |= dict.fromkeys(row.scores)
-        for dataset in datasets:
-            rows_with_score = [row for row in series if dataset in row.scores]
-            if len(rows_with_score) >= SERIES:
-                yield from _find_breaks_of_dataset(rows_with_score, dataset)
+        for dataset in dict.fromkeys(dataset for row in series for dataset in row.scores):
+            rows = [row for row in series if dataset in row.scores]
+            if len(rows) >= SERIES:
+                yield from _find_breaks_of_dataset(rows, dataset)
 
 
-def _name_method(row: PublishedRow) -> object:
-    return row.paper, row.table, row.model, row.method
-
-
-def _name_method_and_setting(row: PublishedRow) -> object:
-    # sort, since two tables may write the parts of a setting in another order
-    other_parts = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
-    return _name_method(row), other_parts
-
-
-def _read_share(row: PublishedRow) -> float:
-    # k is printed as 20% or, with n for the prompt's length, as 20%n
-    return float(row.settings["k"].rstrip("%n"))
+def _name_series(row: PublishedRow) -> object:
+    # sorted, since two tables may write the parts of a setting in another order
+    other_parts = sorted((key, value) for key, value in row.settings.items() if key != "k")
+    return row.paper, row.table, row.model, row.method, tuple(other_parts)
 
 
 def _find_breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
-    # scores are numbers; only the type of a cell's value allows None
     values = [row.scores[dataset].value or 0.0 for row in series]
     for i, row in enumerate(series):
         # the first value has none before it, and is compared with the second
         neighbour = values[i - 1] if i > 0 else values[1]
-        falls_out = values[i] < FALL * neighbour
         # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
         others = values[:i] + values[i + 1 :]
-        mean = sum(others) / len(others)
-        others_are_steady = max(others) - min(others) < STEADY * mean
-        if not (falls_out and others_are_steady):
-            continue
-        cell = row.scores[dataset]
-        # suppose that the tens digit 1 was lost: 3.21 would then be 13.21
-        fitting = format_fixed(printed_number(cell.printed).value + 10, 2)
-        yield Finding(
-            check="break",
-            weight="doubt",
-            paper=row.paper,
-            table=row.table,
-            row=row.label,
-            cell=dataset,
-            printed=cell.printed,
-            recomputed=fitting,
-            why=f"the others of the series are {', '.join(f'{value:.2f}' for value in others)}; {fitting} would fit",
-        )
+        are_steady = max(others) - min(others) < STEADY * sum(others) / len(others)
+        if values[i] < FALL * neighbour and are_steady:
+            printed = row.scores[dataset].printed
+            # suppose that the tens digit 1 was lost: 3.21 would then be 13.21
+            fitting = format_fixed(printed_number(printed).value + 10, 2)
+            texts = ", ".join(f"{value:.2f}" for value in others)
+            why = f"the others of the series are {texts}; {fitting} would fit"
+            yield doubt(row, "break", dataset, printed, why, fitting)
 
 
-def _group_rows(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
+def _group_rows(book: Book, key: Callable[[PublishedRow], object]) -> list[list[PublishedRow]]:
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
         groups.setdefault(key(row), []).append(row)
-    yield from groups.values()
+    return list(groups.values())
 
 
 def _is_high(cell: Published) -> bool:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import pandas as pd
 
 from kvbench.audit.accounting import nominal_payload
 from kvbench.methods.core.resolve import chain_of
-from kvbench.papers.forensics.queries import PaperCells
-from kvbench.papers.forensics.registry import PAPERS
+from kvbench.papers.forensics.frame import find, read_frame
+from kvbench.papers.forensics.paper_audit import FORMULAS
 from kvbench.papers.forensics.uncomp import compute_kept_share
 from kvbench.papers.spec import numbers
 from kvbench.papers.spec.numbers import Number, decimals, exact_number, mean, printed_number
@@ -41,7 +40,6 @@ METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3,
 class Exact:
     """A published cell beside the value that it must have by other cells or by first principles.
 
-    cell: the published cell.
     row: the label of its row.
     formula: how the value is computed, in words.
     recomputed: the value, with the interval that the rounding of its inputs hides; None if the cell is a word.
@@ -58,12 +56,9 @@ class Exact:
     def column(self) -> str:
         """The name of the cell's column: the dataset of a score or a quantity, else the dataset and the metric."""
         dataset, metric = self.cell.dataset, self.cell.metric
-        # cells of a quantity such as kv_memory have its name both as dataset and as metric
-        is_quantity = metric == dataset
         is_score = metric == "mean" or metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
-        if is_quantity or is_score:
-            return dataset
-        return f"{dataset} {metric}"
+        # cells of a quantity such as kv_memory have its name both as dataset and as metric
+        return dataset if is_score or metric == dataset else f"{dataset} {metric}"
 
     @property
     def is_mean(self) -> bool:
@@ -80,9 +75,7 @@ class Exact:
         """The recomputed value as text, with as many decimals as the printed value, or with more if the two differ."""
         if self.recomputed is None:
             return self.text
-        if self.grade == "equal":
-            return self.recomputed.text(decimals(self.published))
-        return self.recomputed.text(self._digits)
+        return self.recomputed.text(decimals(self.published) if self.grade == "equal" else self._digits)
 
     @property
     def grade(self) -> str:
@@ -93,9 +86,7 @@ class Exact:
         """
         if self.recomputed is not None:
             return numbers.grade(self.published, self.recomputed)
-        if self.text.lower() == self.published.lower():
-            return "equal"
-        return "off"
+        return "equal" if self.text.lower() == self.published.lower() else "off"
 
     @property
     def ok(self) -> bool:
@@ -109,11 +100,8 @@ class Exact:
             return "✓"
         if self.recomputed is None:
             return "✗"
-        # printed - recomputed; tables have a minus sign in place of the hyphen
         gap = numbers.format_fixed(printed_number(self.published).value - self.recomputed.value, self._digits)
-        if gap.startswith("-"):
-            return gap.replace("-", "−")
-        return f"+{gap}"
+        return gap.replace("-", "−") if gap.startswith("-") else f"+{gap}"
 
     @property
     def _digits(self) -> int:
@@ -126,15 +114,12 @@ class Exact:
 @lru_cache(maxsize=4)
 def recomputed_cells(book: Book) -> tuple[Exact, ...]:
     """Return every cell of a book that can be recomputed without a model, with the value that it must have."""
-    recomputed: list[Exact] = []
-    for rule in RULES:
-        recomputed.extend(rule(book))
     # a rule that knows how a table averages wins over the plain mean; id() tells apart cells with equal fields
-    cells_of_rules = {id(exact.cell) for exact in recomputed}
-    for exact in _recompute_other_means(book):
-        if id(exact.cell) not in cells_of_rules:
-            recomputed.append(exact)
-    return tuple(recomputed)
+    recomputed: dict[int, Exact] = {}
+    for rule in RULES:
+        for exact in rule(book):
+            recomputed.setdefault(id(exact.cell), exact)
+    return tuple(recomputed.values())
 
 
 def list_exact_cells(paper: str, table: str, book: Book | None = None) -> list[Exact]:
@@ -147,24 +132,31 @@ def list_exact_cells(paper: str, table: str, book: Book | None = None) -> list[E
 
 
 def _recompute_means(book: Book) -> Iterator[Exact]:
+    # an average of scores is the plain mean of its row, whatever its metric is called
     for row in book.rows:
         for metric, average in row.averages.items():
-            if metric not in SCORES:
-                continue
-            # mean = (1/n) sum of the printed scores, with an interval from the digits that their rounding hides
             scores = [printed_number(cell.printed) for cell in row.averaged(metric)]
-            if scores:
+            if metric in SCORES and scores:
                 yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
 
 def _recompute_other_means(book: Book) -> Iterator[Exact]:
+    # perplexities, times, bytes and other numbers that are no scores
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
                 yield from _recompute_mean_of(row, metric)
 
 
+def _recompute_mean_of(row: PublishedRow, metric: str) -> Iterator[Exact]:
+    average = row.averages.get(metric)
+    values = [printed_number(cell.printed) for cell in row.averaged(metric)]
+    if average is not None and values:
+        yield Exact(average, row.label, f"mean of the {len(values)} datasets", mean(values))
+
+
 def _recompute_ratios(book: Book) -> Iterator[Exact]:
+    # ReFreeKV's tables 2 and 8: mean budgets, and mean ratios to the full cache in per cent
     for table in ("2", "8"):
         full_rows = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
@@ -183,7 +175,6 @@ def compute_mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     if row is full:
         # a number over itself is exactly 1; division of intervals would not know that both are the same number
         return exact_number(1)
-    # (1/n) sum over datasets of score / full score
     ratios = []
     for dataset, cell in row.scores.items():
         if dataset in full.scores:
@@ -192,11 +183,9 @@ def compute_mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
 
 
 def _recompute_shares_of_full(book: Book) -> Iterator[Exact]:
-    scores, full_scores = {}, {}
-    for row in book.table("refreekv", 2):
-        scores[row.model, row.method, row.setting] = row.scores
-        if row.method == "full":
-            full_scores[row.model] = row.scores
+    # ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of these shares
+    scores = {(row.model, row.method, row.setting): row.scores for row in book.table("refreekv", 2)}
+    full_scores = {row.model: row.scores for row in book.table("refreekv", 2) if row.method == "full"}
     for row in book.table("refreekv", 1):
         shares: list[Number] = []
         for (dataset, _), cell in row.cells.items():
@@ -204,47 +193,35 @@ def _recompute_shares_of_full(book: Book) -> Iterator[Exact]:
             if dataset == AVERAGE:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
-            # 100 * score / full score, both as table 2 prints them
             score = printed_number(scores[row.model, row.method, row.setting][dataset].printed)
-            full_score = printed_number(full_scores[row.model][dataset].printed)
-            share = score / full_score * 100
-            shares.append(share)
-            yield Exact(cell, row.label, "table 2 divided by its full row", share)
+            shares.append(score / printed_number(full_scores[row.model][dataset].printed) * 100)
+            yield Exact(cell, row.label, "table 2 divided by its full row", shares[-1])
 
 
 def _recompute_times(book: Book) -> Iterator[Exact]:
+    # ReFreeKV's table 3: mean times over its six datasets
     for row in book.table("refreekv", 3):
         for metric in ("overall_time", "prune_time"):
             yield from _recompute_mean_of(row, metric)
 
 
 def _recompute_budgets_by_layer(book: Book) -> Iterator[Exact]:
+    # ReFreeKV's table 6 has four lines: one line stands for 29 of the 32 layers, each other line for one
     rows = book.table("refreekv", 6)
-    layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
-    average_rows = [row for row in rows if row.settings["layer"] == "avg"]
-    for average_row in average_rows:
+    for average_row in [row for row in rows if row.settings["layer"] == "avg"]:
         for key, average in average_row.cells.items():
-            # mean = sum over lines of (budget * number of layers) / 32
+            # mean = sum over lines of (budget * number of layers) / 32; a line may lack a cell that the average has
             total = exact_number(0)
-            for row in layer_rows:
-                # a line may lack a cell that the average has
-                if key in row.cells:
-                    budget = printed_number(row.cells[key].printed)
-                    n_layers = LAYERS[row.settings["layer"]]
-                    total = total + budget * n_layers
+            for row in rows:
+                if row.settings["layer"] != "avg" and key in row.cells:
+                    total = total + printed_number(row.cells[key].printed) * LAYERS[row.settings["layer"]]
             yield Exact(average, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
-
-
-def _recompute_mean_of(row: PublishedRow, metric: str) -> Iterator[Exact]:
-    average = row.averages.get(metric)
-    values = [printed_number(cell.printed) for cell in row.averaged(metric)]
-    if average is not None and values:
-        yield Exact(average, row.label, f"mean of the {len(values)} datasets", mean(values))
 
 
 def _find_quantity(
     book: Book, paper: str, table: str, dataset: str, metric: str = ""
 ) -> Iterator[tuple[PublishedRow, Published]]:
+    # the metric is named like the dataset by default
     for row in book.table(paper, table):
         cell = row.cells.get((dataset, metric or dataset))
         if cell is not None:
@@ -252,24 +229,24 @@ def _find_quantity(
 
 
 def _recompute_memory(book: Book) -> Iterator[Exact]:
+    # the memory column of ThinK's table 7, by the paper's formula, which stores all 32 heads
     for row, cell in _find_quantity(book, "think", "7", "kv_memory"):
-        formula = "0.5 N MiB"
-        if "ratio" in row.settings:
-            # channels are pruned for all tokens except the 32 most recent
-            formula = "0.5 N − 0.1 (N − 32) MiB"
+        # channels are pruned for all tokens except the 32 most recent
+        formula = "0.5 N − 0.1 (N − 32) MiB" if "ratio" in row.settings else "0.5 N MiB"
         memory = _count_expanded_payload(row.method, row.settings) / MIB
         yield Exact(cell, row.label, f"{formula}, 32 heads", memory)
 
 
 def _recompute_equal_sizes(book: Book) -> Iterator[Exact]:
+    # the sizes of plain caches that ThinK's prose equates with pruned caches (``matched_to``)
     for row, cell in _find_quantity(book, "think", "text", "kv_size"):
         pruned_bytes = _count_expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
-        bytes_of_token = LLAMA2_7B.full_bytes(1, FP16)
         formula = "bytes with 40 % of key channels gone / 0.5 MiB"
-        yield Exact(cell, row.label, formula, pruned_bytes / bytes_of_token)
+        yield Exact(cell, row.label, formula, pruned_bytes / LLAMA2_7B.full_bytes(1, FP16))
 
 
 def _count_expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
+    # by ThinK's formula, for a model of 32 layers that stores all 32 query heads
     knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
@@ -280,34 +257,31 @@ def _count_expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
 
 
 def _recompute_whole_caches(book: Book) -> Iterator[Exact]:
+    # the sizes in GiB that a paper's text states for uncompressed caches
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
         for row, cell in _find_quantity(book, paper, "text", "kv_memory"):
             shape = shapes[row.model]
-            # of all sequences of a batch
-            tokens = _read_tokens(row.setting) * int(row.settings.get("batch", 1))
+            # exactly one part of the setting is a length
+            (length,) = (SIZES[part] for part in row.setting.split(";") if part in SIZES)
+            tokens = length * int(row.settings.get("batch", 1))
             # 2 counts keys and values; models with grouped queries store fewer kv heads than query heads
             heads = f"{shape.layers} layers x {shape.kv_heads} kv heads"
             formula = f"{heads} x 2 x {shape.head_dim} x fp16 x {tokens} tokens"
             yield Exact(cell, row.label, formula, exact_number(Fraction(shape.full_bytes(tokens, FP16), GIB)))
 
 
-def _read_tokens(setting: str) -> int:
-    # exactly one part of the setting is a length
-    (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
-    return length
-
-
 def _recompute_shares_of_context(book: Book) -> Iterator[Exact]:
+    # the shares of the cache that UNComp's prose states: tokens kept over the context, in per cent
     for row, cell in _find_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
         if "kv_size" in row.settings:
-            # 100 * tokens kept / tokens read
             kept, read = int(row.settings["kv_size"]), CONTEXTS[row.model]
             yield Exact(cell, row.label, f"{kept} / {read} tokens", exact_number(Fraction(100 * kept, read)))
 
 
 def _recompute_schedules(book: Book) -> Iterator[Exact]:
-    # the rows of each schedule, one for each group of layers, by the model and the place in the paper
+    # how many hidden states each group of layers keeps under UNComp's schedules, and the share that one of them keeps;
+    # the numbers fall in equal steps of whole tokens from S_max to S_min
     schedules: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
     for row, cell in _find_quantity(book, "uncomp", "text", "hidden_state_size"):
         schedules.setdefault((row.model, row.settings["where"]), []).append((row, cell))
@@ -321,51 +295,43 @@ def _recompute_schedules(book: Book) -> Iterator[Exact]:
         yield Exact(last_cell, last_row.label, "S_min", exact_number(s_min))
         if model == "llama-2-7b-chat" and where == "appendix E":
             # the paper states this share once
-            ((_, stated_row, stated),) = PaperCells(book, "uncomp").cells(table="text", of="hidden_state_ratio")
-            share = compute_kept_share([row for row, _ in schedule], s_max)
+            ((stated_row, stated),) = _find_quantity(book, "uncomp", "text", "hidden_state_ratio", "compression_ratio")
+            sizes = {row.settings["layers"]: cell.value for row, cell in schedule}
+            share = compute_kept_share(pd.Series(sizes), s_max)
             yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
 
 
 def _recompute_benchmark(book: Book) -> Iterator[Exact]:
+    # LongBench's datasets in the tables 5 of UNComp and VATP, from kvbench's tasks; average lengths are not checked,
+    # since they count words of the original texts
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
-                # average lengths are not checked, since they count words of the original texts
                 task = TASKS[dataset]
                 # a row of UNComp's table has neither model, method nor setting, and so no label
+                label = row.label or dataset
                 if metric == "n_samples":
-                    yield Exact(cell, row.label or dataset, "examples of the dataset", exact_number(task.size))
+                    yield Exact(cell, label, "examples of the dataset", exact_number(task.size))
                 elif metric == "metric_name":
-                    word = words[_find_place_of_metric(task.metric)]
-                    yield Exact(cell, row.label or dataset, "metric of the dataset", None, text=word)
-
-
-def _find_place_of_metric(name: str) -> int:
-    """Return the index of a metric's word in a paper's WORDS. Raises KeyError for a metric that METRICS lacks."""
-    for beginning, place in METRICS.items():
-        if name.startswith(beginning):
-            return place
-    raise KeyError(name)
+                    (place,) = {place for start, place in METRICS.items() if task.metric.startswith(start)}
+                    yield Exact(cell, label, "metric of the dataset", None, text=words[place])
 
 
 def _apply_formulas(book: Book) -> Iterator[Exact]:
-    for audit in PAPERS:
-        # without the paper's cells a query would find none, and that would look like an error of the formula
-        if audit.paper not in book.papers:
+    # without the paper's cells a formula would find none, and that would look like an error
+    frames = {paper: read_frame(book, paper, printed_number) for paper in {f.paper for f in FORMULAS} & book.papers}
+    for formula in FORMULAS:
+        if formula.paper not in frames:
             continue
-        paper = PaperCells(book, audit.paper)
-        for formula in audit.formulas:
-            result = formula.recompute(paper.with_rounding())
-            for fields, row, cell in paper.cells(**formula.query):
-                yield Exact(cell, row.label, formula.words, _choose_result(result, fields))
-
-
-def _choose_result(result: Any, fields: Mapping[str, str]) -> Number:
-    if not isinstance(result, pd.Series):
-        return result
-    labels = tuple(fields[name] for name in result.index.names)
-    # a series with one field is indexed by the label itself, not by a tuple
-    return result[labels if len(labels) > 1 else labels[0]]
+        cells = frames[formula.paper]
+        result = formula.recompute(cells)
+        for _, line in find(cells, **formula.fields).iterrows():
+            value = result
+            if isinstance(result, pd.Series):
+                names = [line[level] for level in result.index.names]
+                # a series with one level is indexed by the label itself, not by a tuple
+                value = result[tuple(names) if len(names) > 1 else names[0]]
+            yield Exact(line["cell"], line["row"], formula.words, value)
 
 
 RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
@@ -381,5 +347,6 @@ RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
     _recompute_schedules,
     _recompute_benchmark,
     _apply_formulas,
+    _recompute_other_means,
 )
 """The rules that recompute cells, in the order in which ``audit --exact`` lists the cells of a table."""

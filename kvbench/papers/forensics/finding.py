@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from kvbench.papers.spec.published_cells import PublishedRow
+
 WEIGHTS = ("wrong", "doubt", "note")
 """The certainty of findings, the gravest first."""
 
@@ -15,12 +17,8 @@ class Finding:
     check: the kind of check.
     weight: its certainty, one of WEIGHTS. ``wrong``: the page contradicts itself. ``doubt``: a number is unlikely, or
         impossible by an assumption that ``why`` names. ``note``: nothing is wrong, but a number's meaning changes.
-    paper, table: where the number is printed. Several are joined by ``+``.
-    row: the name of the row.
-    cell: the dataset. Several are joined by ``+``.
-    printed: the number's text in the paper.
+    paper, table, cell: where the number is printed, cell being the dataset. Several are joined by ``+``.
     recomputed: the text of the audit's own value; '' if the audit knows no other value.
-    why: the reason, for readers.
     """
 
     check: str
@@ -36,7 +34,6 @@ class Finding:
     @property
     def id(self) -> str:
         """The finding's name: its check and its place. It stays the same if only values change."""
-        # a corrected number is still the same finding, so numbers are no part of the name
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 
     def as_json(self) -> dict[str, str]:
@@ -44,11 +41,23 @@ class Finding:
         return {"id": self.id} | asdict(self)
 
 
+def doubt(row: PublishedRow, check: str, cell: str, printed: str, why: str, recomputed: str = "") -> Finding:
+    """Return a finding that a number of a printed row is unlikely."""
+    return Finding(
+        check=check,
+        weight="doubt",
+        paper=row.paper,
+        table=row.table,
+        row=row.label,
+        cell=cell,
+        printed=printed,
+        recomputed=recomputed,
+        why=why,
+    )
+
+
 def name_table(table: str) -> str:
     """Return the name of a table for readers: ``2`` is table 2, ``fig6`` is figure 6, ``text`` is prose."""
-    # published numbers of figure 6 are in fig6.csv
     if table.startswith("fig"):
         return f"figure {table[3:]}"
-    if table == "text":
-        return "prose"
-    return f"table {table}"
+    return "prose" if table == "text" else f"table {table}"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
-from kvbench.papers.forensics.finding import Finding
+from kvbench.papers.forensics.finding import Finding, doubt
 from kvbench.papers.forensics.identity import identity
 from kvbench.papers.spec.numbers import decimals, format_fixed, printed_number
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
-@dataclass(frozen=True)
-class ScoreGrid:
+class ScoreGrid(NamedTuple):
     """The values that a dataset's accuracies can take in one paper: 100 k/n for k = 0, 1, ..., n.
 
     n: the number of questions.
@@ -44,8 +43,7 @@ FEW = Fraction(1, 2)
 """A doubted n is wrong if less than this share of the cells fits it."""
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """The fit of a dataset's printed cells to a grid.
 
     cells: all different measurements of the dataset, each with its row.
@@ -53,8 +51,8 @@ class Fit:
     """
 
     grid: ScoreGrid
-    cells: tuple[tuple[PublishedRow, Published], ...]
-    off: tuple[tuple[PublishedRow, Published], ...]
+    cells: list[tuple[PublishedRow, Published]]
+    off: list[tuple[PublishedRow, Published]]
 
     @property
     def attained(self) -> int:
@@ -77,10 +75,9 @@ def is_attainable(text: str, n: int) -> bool:
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
     # |100 k / n - score| <= half a unit of the last digit; only the k nearest to score * n / 100 can fulfil this
     nearest = round(score * n / 100)
-    for k in (nearest - 1, nearest, nearest + 1):
-        if 0 <= k <= n and abs(Fraction(100 * k, n) - score) <= half_unit:
-            return True
-    return False
+    return any(
+        0 <= k <= n and abs(Fraction(100 * k, n) - score) <= half_unit for k in (nearest - 1, nearest, nearest + 1)
+    )
 
 
 def fit_grids(book: Book) -> list[Fit]:
@@ -88,27 +85,26 @@ def fit_grids(book: Book) -> list[Fit]:
     grid_fits = []
     for grid in GRIDS:
         # repeated numbers would give a grid more support than it has
-        cells: dict[tuple[object, ...], tuple[PublishedRow, Published]] = {}
+        cells: dict[object, tuple[PublishedRow, Published]] = {}
         for row in book.rows:
-            # numbered tables have the measurements, and a paper's text repeats some of them
-            if row.paper != grid.paper or not row.table.isdigit():
-                continue
             cell = row.cells.get((grid.dataset, "accuracy"))
-            if cell is not None and cell.unit == "pct":
+            # numbered tables have the measurements, and a paper's text repeats some of them
+            if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
                 cells.setdefault((identity(row), cell.value), (row, cell))
         off = [(row, cell) for row, cell in cells.values() if not is_attainable(cell.printed, grid.n)]
-        grid_fits.append(Fit(grid, tuple(cells.values()), tuple(off)))
+        grid_fits.append(Fit(grid, list(cells.values()), off))
     return grid_fits
 
 
 def find_impossible_scores(book: Book) -> Iterator[Finding]:
     """Yield a finding for each cell off the grid of a believed n, and for each doubted n that most cells do not fit."""
     grid_fits = fit_grids(book)
+    believed = {(fit.grid.paper, fit.grid.dataset): fit for fit in reversed(grid_fits) if fit.grid.holds}
     for fit in grid_fits:
         if fit.grid.holds:
             yield from _report_cells_off_grid(fit)
         elif fit.cells and Fraction(fit.attained, len(fit.cells)) < FEW:
-            yield _report_sample_count(fit, grid_fits)
+            yield _report_sample_count(fit, believed.get((fit.grid.paper, fit.grid.dataset)))
 
 
 def _report_cells_off_grid(fit: Fit) -> Iterator[Finding]:
@@ -116,44 +112,27 @@ def _report_cells_off_grid(fit: Fit) -> Iterator[Finding]:
     for row, cell in fit.off:
         # k = score * n / 100 is no whole number, so the two around it give the nearest scores
         k = int(printed_number(cell.printed).value * grid.n / 100)
-        below, above = Fraction(100 * k, grid.n), Fraction(100 * (k + 1), grid.n)
-        neighbours = [format_fixed(below, 2), format_fixed(above, 2)]
-        yield Finding(
-            check="granularity",
-            weight="doubt",
-            paper=grid.paper,
-            table=cell.table,
-            row=row.label,
-            cell=grid.dataset,
-            printed=cell.printed,
-            recomputed=" or ".join(neighbours),
-            why=f"no k/{grid.n} ({grid.why}); the nearest are {' and '.join(neighbours)}",
-        )
+        near = [format_fixed(Fraction(100 * number, grid.n), 2) for number in (k, k + 1)]
+        why = f"no k/{grid.n} ({grid.why}); the nearest are {' and '.join(near)}"
+        yield doubt(row, "granularity", grid.dataset, cell.printed, why, " or ".join(near))
 
 
-def _report_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
+def _report_sample_count(fit: Fit, believed: Fit | None) -> Finding:
     grid = fit.grid
     why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
     why += f", {100 * fit.chance:.0f} % would by chance"
-    believed_n = ""
-    for other in grid_fits:
-        if other.grid.holds and (other.grid.paper, other.grid.dataset) == (grid.paper, grid.dataset):
-            believed_n = str(other.grid.n)
-            why += f"; {other.attained} are k/{other.grid.n} ({other.grid.why})"
-            break
+    if believed is not None:
+        why += f"; {believed.attained} are k/{believed.grid.n} ({believed.grid.why})"
     _, first_cell = fit.cells[0]
-    table = first_cell.table
-    if grid.paper == "vatp":
-        # VATP states its numbers of questions in table 5, the other papers state none
-        table = "5"
     return Finding(
         check="sample-count",
         weight="doubt",
         paper=grid.paper,
-        table=table,
+        # VATP states its numbers of questions in table 5, the other papers state none
+        table="5" if grid.paper == "vatp" else first_cell.table,
         row="",
         cell=grid.dataset,
         printed=f"n={grid.n}",
-        recomputed=believed_n,
+        recomputed="" if believed is None else str(believed.grid.n),
         why=why,
     )

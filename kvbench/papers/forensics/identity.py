@@ -18,31 +18,18 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 """UNComp's main configuration, two groups with 512 and 256 tokens, as tables 7, 6 and 2 state it, in this order."""
 
 
-def list_identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
-    """Return the parts of a row's setting that tell measurements apart, as sorted (key, value) pairs."""
-    silent = SILENT.get(row.paper, set())
-    defaults = DEFAULTS.get(row.paper, {})
+def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
+    """Return (paper, model, method, settings). Two rows of the same measurement have equal tuples.
+
+    The settings are the parts that tell measurements apart, as sorted (key, value) pairs.
+    """
+    silent, defaults = SILENT.get(row.paper, set()), DEFAULTS.get(row.paper, {})
     # a table that states a default measures the same as a table that omits it
-    parts = {}
-    for key, value in row.settings.items():
-        if key not in silent and defaults.get(key) != value:
-            parts[key] = value
+    parts = {key: value for key, value in row.settings.items() if key not in silent and defaults.get(key) != value}
     if row.paper == "uncomp":
         # the paper's tables name one configuration by the part that each of them varies
         if parts.get("partition") == "effective_rank":
             parts = {"kv_size": "64"}
         elif any(main.items() <= parts.items() for main in UNCOMP_MAIN):
             parts = {"kv_size": "384"}
-    return tuple(sorted(parts.items()))
-
-
-def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return (paper, model, method, settings). Two rows of the same measurement have equal tuples."""
-    return row.paper, row.model, row.method, list_identifying_settings(row)
-
-
-def name_family(model: str) -> str:
-    """Return one name for a model's versions: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
-    if model.startswith("mistral-7b-instruct"):
-        return "mistral-7b-instruct"
-    return model
+    return row.paper, row.model, row.method, tuple(sorted(parts.items()))

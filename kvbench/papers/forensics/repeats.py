@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kvbench.papers.forensics.finding import Finding, name_table
-from kvbench.papers.forensics.identity import identity, name_family
+from kvbench.papers.forensics.identity import identity
 from kvbench.papers.spec.numbers import format_fixed, printed_number
 from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -23,7 +23,7 @@ Places = list[tuple[PublishedRow, Published]]
 class Measurement(NamedTuple):
     """The measurement that a cell prints. Cells that agree in all fields must have one value.
 
-    setting: the parts of the setting that tell measurements apart (``identity.list_identifying_settings``).
+    setting: the parts of the setting that tell measurements apart (``identity``).
     tasks: the datasets that an average covers; '' for other cells.
     """
 
@@ -44,16 +44,12 @@ def find_repeated_places(book: Book) -> dict[Measurement, Places]:
         paper, model, method, settings = identity(row)
         setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
-            # words, and cells of no method, such as facts about datasets, are no measurements
-            if cell.value is None or not method:
+            # words, and cells of no method, such as facts about datasets, are no measurements; prose states speed-ups
+            # for several workloads without naming the workload
+            if cell.value is None or not method or metric.startswith("speedup"):
                 continue
-            # prose states speed-ups for several workloads without naming the workload
-            if metric.startswith("speedup"):
-                continue
-            tasks = ""
-            if dataset == AVERAGE:
-                # two averages are one measurement only if they cover the same tasks
-                tasks = ",".join(sorted(row.scores))
+            # two averages are one measurement only if they cover the same tasks
+            tasks = ",".join(sorted(row.scores)) if dataset == AVERAGE else ""
             measurement = Measurement(
                 paper, model, method, setting=setting, dataset=dataset, metric=metric, unit=cell.unit, tasks=tasks
             )
@@ -67,18 +63,15 @@ def find_repeats(book: Book) -> Iterator[Finding]:
         # group by the value to four decimals, since 41.9 and 41.90 are the same
         tables_by_value: dict[str, list[str]] = {}
         for row, cell in places:
-            value = format_fixed(printed_number(cell.printed).value, 4)
+            value = _trim_zeros(format_fixed(printed_number(cell.printed).value, 4))
             tables_by_value.setdefault(value, []).append(row.table)
         if len(tables_by_value) == 1:
             continue
-        values = []
-        for value, tables in tables_by_value.items():
-            values.append(f"{_trim_zeros(value)} ({', '.join(map(name_table, tables))})")
         # the most frequent value is likely the right one, unless another is as frequent
         counts = Counter({value: len(tables) for value, tables in tables_by_value.items()})
-        (likely_value, most), (_, second_most) = counts.most_common(2)
-        likely = _trim_zeros(likely_value) if most > second_most else ""
+        (likely, most), (_, second_most) = counts.most_common(2)
         row_parts = (measurement.model, measurement.method, measurement.setting)
+        values = [f"{value} ({', '.join(map(name_table, tables))})" for value, tables in tables_by_value.items()]
         yield Finding(
             check="repeat",
             weight="wrong",
@@ -87,7 +80,7 @@ def find_repeats(book: Book) -> Iterator[Finding]:
             row=" ".join(part for part in row_parts if part),
             cell=measurement.dataset,
             printed="; ".join(values),
-            recomputed=likely,
+            recomputed=likely if most > second_most else "",
             why="the same measurement, printed with different values",
         )
 
@@ -102,11 +95,12 @@ def collect_baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]
     for row in book.rows:
         if row.method != "full" or not row.table.isdigit():
             continue
+        # mistral-7b-instruct-v0.2 is a version of mistral-7b-instruct
+        family = "mistral-7b-instruct" if row.model.startswith("mistral-7b-instruct") else row.model
         for dataset, cell in row.scores.items():
             if cell.unit == "pct":
-                cell_by_paper = cells.setdefault((name_family(row.model), dataset), {})
                 # take the score from a paper's first table; ``find_repeats`` checks that its tables agree
-                cell_by_paper.setdefault(row.paper, cell)
+                cells.setdefault((family, dataset), {}).setdefault(row.paper, cell)
     return {key: cell_by_paper for key, cell_by_paper in cells.items() if len(cell_by_paper) > 1}
 
 
@@ -136,11 +130,11 @@ def compare_full_rows(book: Book) -> Iterator[Finding]:
 
 def find_largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     """Return the largest difference in points between the scores that papers print."""
-    # exact fractions, so that equal printed scores have a gap of exactly 0
     values = [printed_number(cell.printed).value for cell in cell_by_paper.values()]
     return max(values) - min(values)
 
 
 def _trim_zeros(value: str) -> str:
+    """Return a number with four decimals without its last zeros, but with at least two decimals."""
     head, _, tail = value.partition(".")
     return f"{head}.{tail[:2]}{tail[2:].rstrip('0')}"

@@ -1,12 +1,13 @@
-"""Write the audit's findings: as text for terminals, as a whole page of Markdown, and as plain data."""
+"""The audit's findings as text for terminals, as a page of Markdown, and as plain data."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import attrgetter
 from textwrap import fill
+
+import pandas as pd
 
 from kvbench.papers.forensics.exact import Exact, recomputed_cells
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, name_table
@@ -16,7 +17,6 @@ from kvbench.papers.forensics.repeats import collect_baselines, find_largest_gap
 from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import format_fixed
-from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
 from kvbench.report.table import WIDTH, Table
 from kvbench.report.writers import compose, table
@@ -41,6 +41,7 @@ HEADS = {
     "accounting": "What numbers count",
     "baseline": "The full cache of one model in several papers",
 }
+"""The headings of the checks: contradictions first, then coincidences, then facts."""
 HEAD = """# Audit of the papers' numbers
 
 `kvbench audit all --format md` makes this page from the published values in `kvbench/papers/data` alone, and a test
@@ -48,8 +49,6 @@ compares the two. Rounding is allowed for: a mean of printed values is off only 
 texts were converted from PDF (ThinK, UNComp, VATP, Q-Hitter). There, a slip of the conversion cannot always be told
 from a slip of the authors.
 """
-
-
 COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
 """The columns of a table of findings. The first has the mark of the finding's weight."""
 EXACT = ("row", "column", "published", "recomputed", "", "formula")
@@ -58,45 +57,77 @@ FEW_CELLS = 5
 """The page names up to this many flagged cells of a row. If there are more, it states their number."""
 
 
-def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
-    """Format findings for a terminal, by paper and check. If ``exact`` is given, format these cells instead."""
-    if exact is not None:
-        return _format_exact(exact)
+def text(findings: Sequence[Finding]) -> str:
+    """Format findings, which are sorted by paper, for a terminal, by paper and check."""
     parts = []
-    # findings are sorted by paper already, with those about several papers last
-    for paper, paper_findings in _group_by_paper(findings):
-        weights = Counter(finding.weight for finding in paper_findings)
+    for paper, group in groupby(findings, key=lambda finding: finding.paper):
+        of_paper = list(group)
+        weights = Counter(finding.weight for finding in of_paper)
         kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
-        count = len(paper_findings)
-        plural = "" if count == 1 else "s"
-        parts.append(f"{fill(_name_paper(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
-        for check, check_findings in _group_by_check(paper_findings):
-            parts.append(f"{HEADS[check]}\n" + "".join(map(_format_finding, check_findings)))
+        plural = "" if len(of_paper) == 1 else "s"
+        parts.append(f"{fill(_name_paper(paper), WIDTH)}\n{len(of_paper)} finding{plural}: {kinds}\n")
+        for check, heading in HEADS.items():
+            bodies = [_format_finding(finding) for finding in of_paper if finding.check == check]
+            if bodies:
+                parts.append(f"{heading}\n" + "".join(bodies))
     parts.append(fill(LEGEND, WIDTH))
     return "\n".join(parts) + "\n"
 
 
-def _format_exact(exact: Sequence[Exact]) -> str:
-    parts = []
-    for name, rows in _group_by_table(exact):
-        without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
-        parts.append(f"{name}\n\n{compose([without_formula], notes=(), style='text')}")
-    return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
-
-
 def _format_finding(finding: Finding) -> str:
     location = " · ".join(part for part in (_name_places(finding), finding.row, finding.cell) if part)
+    values = " → ".join(value for value in (finding.printed, finding.recomputed) if value)
+    body = f"{values}: {finding.why}"
     if finding.check in ("statement", "accounting"):
         # the row of such a finding is the statement, so the location already has it
         body = f"{finding.recomputed} ({finding.why})"
-    else:
-        values = [value for value in (finding.printed, finding.recomputed) if value]
-        body = f"{' → '.join(values)}: {finding.why}"
     # lines are indented below the mark, so findings can be told apart at the left edge
-    head_lines = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    head = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     indent = " " * 6
-    body_lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
-    return f"{head_lines}\n{body_lines}\n"
+    lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return f"{head}\n{lines}\n"
+
+
+def exact_text(exact: Sequence[Exact], style: str) -> str:
+    """Return recomputed cells, sorted by table, as ``text`` or ``md``, with one table for each printed table."""
+    parts = []
+    for (paper, table_id), values in groupby(exact, key=lambda value: (value.cell.paper, value.cell.table)):
+        rows = tuple((v.row, v.column, v.published, v.shown, v.mark, v.formula) for v in values)
+        name = f"{paper}, {name_table(table_id)}"
+        if style == "md":
+            parts.append(f"## {name}\n\n{table(EXACT, rows)}")
+        else:
+            # a terminal has no room for formulas
+            without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
+            parts.append(f"{name}\n\n{compose([without_formula], notes=(), style='text')}")
+    if style == "md":
+        return "\n".join(parts)
+    return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
+
+
+def exact_json(exact: Sequence[Exact]) -> list[dict[str, object]]:
+    """Return recomputed cells as plain data."""
+    fields = ("row", "column", "published", "shown", "formula", "grade", "ok")
+    records = []
+    for value in exact:
+        record: dict[str, object] = {"paper": value.cell.paper, "table": value.cell.table}
+        record |= {"recomputed" if name == "shown" else name: getattr(value, name) for name in fields}
+        records.append(record)
+    return records
+
+
+def as_json(findings: Sequence[Finding], book: Book) -> dict[str, object]:
+    """Return the findings, and the verdict on every statement of the papers that have findings, as plain data."""
+    papers = {finding.paper for finding in findings}
+    statements = []
+    # statements that hold are included, though they are no findings
+    for statement, verdict, shown in judge_statements(book):
+        if statement.paper in papers:
+            record = statement._asdict() | {"statement": statement.text, "verdict": verdict, "shown": shown}
+            statements.append(
+                {key: record[key] for key in ("paper", "place", "table", "statement", "verdict", "shown")}
+            )
+    return {"findings": [finding.as_json() for finding in findings], "statements": statements}
 
 
 def markdown(findings: Sequence[Finding], book: Book, subject: str) -> str:
@@ -107,109 +138,32 @@ def markdown(findings: Sequence[Finding], book: Book, subject: str) -> str:
     the statements and other numbers of the paper.
     """
     paper_name, _, _ = subject.partition("/")
-    parts = [HEAD, LEGEND + "\n"]
-    parts.extend(_write_summary(findings, book))
+    parts = [HEAD, LEGEND + "\n", *_write_summary(findings, book)]
     # statements, and full rows of several papers (joined by +), have sections of their own
-    cell_findings = []
-    for finding in findings:
-        if finding.check not in ("statement", "accounting") and "+" not in finding.paper:
-            cell_findings.append(finding)
-    for paper, paper_findings in _group_by_paper(cell_findings):
+    cell_findings = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
+    for paper, group in groupby(cell_findings, key=lambda finding: finding.paper):
+        of_paper = list(group)
         parts.append(f"## {_name_paper(paper)}\n")
-        for check, check_findings in _group_by_check(paper_findings):
-            rows = [_list_texts(finding) for finding in check_findings]
-            parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, rows)}")
-    # the page of one table has no sections about its paper
+        for check, heading in HEADS.items():
+            rows = [
+                (MARKS[f.weight], _name_places(f), f.row, f.cell, f.printed, f.recomputed, f.why)
+                for f in of_paper
+                if f.check == check
+            ]
+            if rows:
+                parts.append(f"### {heading}\n\n{table(COLUMNS, rows)}")
     if "/" not in subject:
-        parts.extend(_write_ledger(book, paper_name))
-        parts.extend(_write_grids(book, paper_name))
+        parts += _write_ledger(book, paper_name)
+        parts += _write_grids(book, paper_name)
         if paper_name == "all":
-            parts.extend(_write_full_rows(book))
-        parts.extend(_write_grades(book, paper_name))
-        parts.extend(_write_flags(book, paper_name))
+            parts += _write_full_rows(book)
+        parts += _write_grades(book, paper_name)
+        parts += _write_flags(book, paper_name)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _list_texts(finding: Finding) -> tuple[str, ...]:
-    mark, places = MARKS[finding.weight], _name_places(finding)
-    return mark, places, finding.row, finding.cell, finding.printed, finding.recomputed, finding.why
-
-
-def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
-    """Return data for JSON: the findings, and the verdict on every statement of the papers that have findings.
-
-    book: the published cells by which statements are judged.
-    exact: recomputed cells, to be returned alone; None to return the findings.
-    """
-    if exact is not None:
-        return [_record_exact(cell) for cell in exact]
-    papers = {finding.paper for finding in findings}
-    ledger = []
-    for judgement in judge_statements(book):
-        statement = judgement.statement
-        # statements that hold are included, though they are no findings
-        if statement.paper in papers:
-            ledger.append(
-                {
-                    "paper": statement.paper,
-                    "place": statement.place,
-                    "table": statement.table,
-                    "statement": statement.text,
-                    "verdict": judgement.verdict,
-                    "shown": judgement.shown,
-                }
-            )
-    return {"findings": [finding.as_json() for finding in findings], "statements": ledger}
-
-
-def _record_exact(exact: Exact) -> dict[str, str | bool]:
-    return {
-        "paper": exact.cell.paper,
-        "table": exact.cell.table,
-        "row": exact.row,
-        "column": exact.column,
-        "published": exact.published,
-        "recomputed": exact.shown,
-        "formula": exact.formula,
-        "grade": exact.grade,
-        "ok": exact.ok,
-    }
-
-
-def exact_markdown(exact: Sequence[Exact]) -> str:
-    """Return recomputed cells as Markdown, with one table for each printed table of a paper.
-
-    exact: the cells, sorted by table.
-    """
-    return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _group_by_table(exact))
-
-
-def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    for (paper, table_id), values in groupby(exact, key=lambda value: (value.cell.paper, value.cell.table)):
-        rows: list[tuple[str, ...]] = []
-        for value in values:
-            rows.append((value.row, value.column, value.published, value.shown, value.mark, value.formula))
-        yield f"{paper}, {name_table(table_id)}", rows
-
-
 def _name_places(finding: Finding) -> str:
-    """Return the tables of a finding in words; '' if it concerns no table."""
-    if not finding.table:
-        return ""
-    return ", ".join(map(name_table, finding.table.split("+")))
-
-
-def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    for paper, group in groupby(findings, key=attrgetter("paper")):
-        yield paper, list(group)
-
-
-def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    # HEADS has contradictions first, then coincidences, then facts
-    for check in HEADS:
-        check_findings = [finding for finding in findings if finding.check == check]
-        if check_findings:
-            yield check, check_findings
+    return ", ".join(map(name_table, finding.table.split("+"))) if finding.table else ""
 
 
 def _name_paper(paper: str) -> str:
@@ -220,20 +174,17 @@ def _name_paper(paper: str) -> str:
 
 
 def _write_summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
-    all_recomputed, judgements = recomputed_cells(book), judge_statements(book)
     rows = []
     # a paper without findings has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
-        n_cells = sum(cell.paper == paper for cell in book.cells)
-        recomputed = [value for value in all_recomputed if value.cell.paper == paper]
-        n_off = sum(not value.ok for value in recomputed)
+        recomputed = [value for value in recomputed_cells(book) if value.cell.paper == paper]
         weights = Counter(finding.weight for finding in findings if finding.paper == paper)
         # the verdict NOTE judges no statement, so it has no count in the table
-        verdicts = Counter(judgement.verdict for judgement in judgements if judgement.statement.paper == paper)
-        row = [paper, str(n_cells), str(len(recomputed)), str(n_off)]
-        row.extend(str(weights[weight]) for weight in WEIGHTS)
-        row.append(f"{verdicts[HOLDS]} / {verdicts[PARTLY]} / {verdicts[FAILS]}")
-        rows.append(row)
+        verdicts = Counter(judged.verdict for judged in judge_statements(book) if judged.statement.paper == paper)
+        counts = [sum(cell.paper == paper for cell in book.cells), len(recomputed)]
+        counts += [sum(not value.ok for value in recomputed)] + [weights[weight] for weight in WEIGHTS]
+        statements = f"{verdicts[HOLDS]} / {verdicts[PARTLY]} / {verdicts[FAILS]}"
+        rows.append([paper, *map(str, counts), statements])
     heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(heads, rows)
     # a measurement that is printed three times counts once
@@ -249,10 +200,9 @@ def _write_ledger(book: Book, name: str) -> Iterator[str]:
         "remarks of ours.\n"
     )
     rows = []
-    for judgement in judge_statements(book):
-        statement = judgement.statement
+    for statement, verdict, shown in judge_statements(book):
         if name in ("all", statement.paper):
-            rows.append((statement.paper, statement.place, statement.text, judgement.verdict, judgement.shown))
+            rows.append((statement.paper, statement.place, statement.text, verdict, shown))
     yield table(("paper", "place", "statement, in our words", "verdict", "recomputed"), rows)
 
 
@@ -271,44 +221,29 @@ def _write_grids(book: Book, name: str) -> Iterator[str]:
 def _write_full_rows(book: Book) -> Iterator[str]:
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
-    datasets_by_model: dict[str, dict[str, dict[str, Published]]] = {}
-    for (model, dataset), cell_by_paper in collect_baselines(book).items():
-        datasets_by_model.setdefault(model, {})[dataset] = cell_by_paper
-    for model, datasets in datasets_by_model.items():
-        # a column for each paper that prints the model; the keys are the papers in the order of appearance
-        papers: dict[str, None] = {}
-        for cell_by_paper in datasets.values():
-            papers |= dict.fromkeys(cell_by_paper)
-        heads = ["dataset"]
-        heads.extend(papers)
-        heads.append("apart")
+    for model, group in pd.Series(collect_baselines(book)).groupby(level=0, sort=False):
+        # a column for each paper that prints the model, in the order of appearance
+        papers = list(dict.fromkeys(paper for cell_by_paper in group for paper in cell_by_paper))
         rows = []
-        for dataset, cell_by_paper in datasets.items():
-            row = [dataset]
-            for paper in papers:
-                row.append(cell_by_paper[paper].printed if paper in cell_by_paper else "")
-            row.append(format_fixed(find_largest_gap(cell_by_paper), 2))
-            rows.append(row)
-        yield f"### {model}\n\n{table(heads, rows)}"
+        for (_, dataset), cell_by_paper in group.items():
+            printed = [cell_by_paper[paper].printed if paper in cell_by_paper else "" for paper in papers]
+            rows.append([dataset, *printed, format_fixed(find_largest_gap(cell_by_paper), 2)])
+        yield f"### {model}\n\n{table(['dataset', *papers, 'apart'], rows)}"
 
 
 def _write_grades(book: Book, name: str) -> Iterator[str]:
     yield "## Values that need no model\n"
     yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
-    # how many cells have each grade, by paper and then by table
-    grades: dict[str, dict[str, Counter[str]]] = {}
+    grades: dict[tuple[str, str], Counter[str]] = {}
     for value in recomputed_cells(book):
         if name in ("all", value.cell.paper):
-            grades.setdefault(value.cell.paper, {}).setdefault(value.cell.table, Counter())[value.grade] += 1
+            grades.setdefault((value.cell.paper, value.cell.table), Counter())[value.grade] += 1
     rows = []
-    for paper in sorted(grades):
-        # numbered tables come first, ordered as texts of three characters: 010 comes behind 009
-        for table_id in sorted(grades[paper], key=lambda table_id: (not table_id.isdigit(), table_id.zfill(3))):
-            # equal + rounding + off are all recomputed cells
-            counts = grades[paper][table_id]
-            row = [paper, name_table(table_id), str(counts.total())]
-            row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
-            rows.append(row)
+    # numbered tables come first, ordered as texts of three characters: 010 comes behind 009
+    for paper, table_id in sorted(grades, key=lambda place: (place[0], not place[1].isdigit(), place[1].zfill(3))):
+        counts = grades[paper, table_id]
+        numbers = [counts.total()] + [counts[grade] for grade in ("equal", "rounding", "off")]
+        rows.append([paper, name_table(table_id), *map(str, numbers)])
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
 
 

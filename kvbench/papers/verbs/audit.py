@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from kvbench.papers.forensics.exact import Exact
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,45 +31,29 @@ def main(args: argparse.Namespace) -> int:
     name, _, table = args.what.partition("/")
     # called without a table, too, since it refuses an unknown paper
     papers = catalogue.choose_papers(name)
-    known_tables = []
     # "all/7" would be a table of every paper, which is refused
-    if name != "all":
-        for paper in papers:
-            known_tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
-    if "/" in args.what and args.what not in known_tables:
-        raise unknown("table", args.what, known_tables, "As in think/7.")
+    tables = [f"{p.id}/{entry.id}" for p in papers for entry in p.entries if name != "all" and not entry.is_figure]
+    if "/" in args.what and args.what not in tables:
+        raise unknown("table", args.what, tables, "As in think/7.")
     book = read_published()
-    findings, exact = [], None
     if args.exact:
-        exact = _select_cells(recomputed_cells(book), name, table)
+        exact = [e for e in recomputed_cells(book) if name in ("all", e.cell.paper) and table in ("", e.cell.table)]
         if not exact:
             raise UsageError(f"{args.what}: no value of it can be computed without a model")
-    else:
-        findings = audit(book, args.what)
+        # numbered tables first, as texts of three characters: 010 comes behind 009
+        exact.sort(key=lambda e: (e.cell.paper, not e.cell.table.isdigit(), e.cell.table.zfill(3)))
+        if args.json:
+            print(json.dumps(report.exact_json(exact), indent=1, ensure_ascii=False))
+        else:
+            print(report.exact_text(exact, args.format), end="")
+        return 0
+    findings = audit(book, args.what)
     if args.json:
-        print(json.dumps(report.as_json(findings, book, exact), indent=1, ensure_ascii=False))
-    elif args.format == "md" and exact:
-        print(report.exact_markdown(exact), end="")
+        print(json.dumps(report.as_json(findings, book), indent=1, ensure_ascii=False))
     elif args.format == "md":
         print(report.markdown(findings, book, args.what), end="")
-    elif findings or exact:
-        print(report.text(findings, exact), end="")
+    elif findings:
+        print(report.text(findings), end="")
     else:
         print(f"{args.what}: nothing found")
     return 0
-
-
-def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
-    selected = []
-    for recomputed in cells:
-        is_of_paper = paper == "all" or recomputed.cell.paper == paper
-        is_of_table = not table or recomputed.cell.table == table
-        if is_of_paper and is_of_table:
-            selected.append(recomputed)
-
-    def place_of(recomputed: Exact) -> tuple[str, bool, str]:
-        table_id = recomputed.cell.table
-        # numbers are ordered as texts of three characters: 010 comes behind 009
-        return recomputed.cell.paper, not table_id.isdigit(), table_id.zfill(3)
-
-    return sorted(selected, key=place_of)
