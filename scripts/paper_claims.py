@@ -26,7 +26,7 @@ from verification import Verification
 
 from kvbench.base.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims, ledger
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured.plan import PaperTable
 from kvbench.papers.spec import stand_ins
 from kvbench.report import writers
 from kvbench.run import experiment
@@ -58,7 +58,7 @@ def restore(goal: Target, store: ResultStore, temporary: bool = False) -> None:
         archive.unpack(samples(goal), store, temporary=temporary)
 
 
-def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: ResultStore) -> None:
+def pack(goal: Target, prepared: Mapping[str, Sequence[PaperTable]], store: ResultStore) -> None:
     """Write the measured samples of a ledger."""
     runs = {paper: [t.run for t in some if t.run is not None] for paper, some in prepared.items()}
     if goal.scored:
@@ -69,7 +69,7 @@ def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: Result
     archive.pack(store, cells, samples(goal))
 
 
-def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> ledger.Ledger:
+def decided(goal: Target, prepared: Mapping[str, Sequence[PaperTable]]) -> ledger.Ledger:
     """Return the ledger of the measured claims."""
     return json.loads(
         json.dumps(claim_runner.as_plain(prepared, goal.model, claim_runner.reach_verdicts(prepared, goal.model)))

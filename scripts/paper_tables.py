@@ -25,12 +25,12 @@ import shards
 import verification
 from verification import Verification
 
-from kvbench.papers.measured import coverage, our_table, page
-from kvbench.papers.measured.cell_view import View, build_view
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured import coverage, page, plan
+from kvbench.papers.measured.cells import read_cells
+from kvbench.papers.measured.plan import PaperTable
 from kvbench.papers.spec import stand_ins, table_spec, workloads
 from kvbench.papers.spec.table_spec import TableSpec
-from kvbench.papers.timed import measuring, timings
+from kvbench.papers.timed import timings
 from kvbench.plan.inputs import Inputs
 from kvbench.run import experiment
 from kvbench.store import archive
@@ -84,20 +84,20 @@ def target(model: str, root: Path) -> Target:
     return Target(model, root / "tables", ("kl=true",), scored=True)
 
 
-def rendered(seen: View, goal: Target, reader: SampleReader) -> str:
+def rendered(seen: PaperTable, goal: Target, reader: SampleReader) -> str:
     """Return the table as Markdown, with the command that makes it. ``reader`` reads the samples of its run."""
-    table = seen.ours.declared
+    table = seen.spec
     option = "" if goal.model == stand_ins.MODEL else f" --model {goal.model}"
     command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
     heading, _, body = page.render(seen, "md", intervals=True).partition("\n")
     page_text = f"{heading}\n\n`{command}{limit}`\n{body}"
     if goal.scored:
-        page_text += cost(seen.ours, reader)
+        page_text += cost(seen, reader)
     return page_text
 
 
-def cost(ours: OurTable, reader: SampleReader) -> str:
+def cost(ours: PaperTable, reader: SampleReader) -> str:
     """Return a line that says how long a table's answers took; '' if none was measured.
 
     The time to read a prompt counts once for all rows of the table.
@@ -121,13 +121,13 @@ def cost(ours: OurTable, reader: SampleReader) -> str:
     )
 
 
-def prepare(table: TableSpec, goal: Target, results: str, *more: str, inputs: Inputs | None = None) -> OurTable:
+def prepare(table: TableSpec, goal: Target, results: str, *more: str, inputs: Inputs | None = None) -> PaperTable:
     """Return the table's run with its results in ``results``. A timed table's results are the committed ones.
 
     inputs: the tokenizers and tasks that other tables have read.
     """
     if table.kind == timings.KIND:
-        return our_table.make_timed_table(timings.read_timings(table, "", goal.root))
+        return plan.make_timed_table(timings.read_timings(table, "", goal.root))
     return shards.prepare(table, goal.model, results, *goal.arguments, *more, inputs=inputs)
 
 
@@ -135,7 +135,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
     """Write the table from its measured cells, and its samples. ``time_it`` measures a timed table first."""
     ours = prepare(table, goal, results)
     if ours.timings is not None and time_it:
-        measuring.measure_missing(ours.timings)
+        timings.measure_missing(ours.timings)
         ours = prepare(table, goal, results)
     elif ours.run is not None:
         experiment.settle(ours.run)
@@ -144,7 +144,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
         else:
             cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
             archive.pack(ours.run.store, cells, goal.samples(table))
-    seen = build_view(ours)
+    seen = read_cells(ours)
     goal.page(table).parent.mkdir(parents=True, exist_ok=True)
     goal.page(table).write_text(rendered(seen, goal, SampleReader(ResultStore(Path(results)))), encoding="utf-8")
     if _counted(table):
@@ -204,7 +204,7 @@ def same(table: TableSpec, goal: Target, inputs: Inputs) -> bool:
         if ours.run is not None:
             runs.append(ours.run)
         verification.check(reader, runs, goal.model, inputs)
-        seen = build_view(ours, reader)
+        seen = read_cells(ours, reader)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal, reader):
             # the page itself names the cells that were missing when it was written

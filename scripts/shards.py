@@ -22,9 +22,9 @@ from kvbench.base.errors import KvbenchError
 from kvbench.engine import memory
 from kvbench.models import load
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.papers.measured import our_table, work
-from kvbench.papers.measured.joint import join_runs
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured import plan, work
+from kvbench.papers.measured.plan import PaperTable
+from kvbench.papers.measured.work import join_runs
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.plan.inputs import Inputs
@@ -48,9 +48,9 @@ def find(name: str, model: str) -> Sequence[TableSpec]:
     return claim_runner.make_tables_of_claims([paper], model) if first == claims.TABLE else table_spec.find_tables(name)
 
 
-def prepare(table: TableSpec, model: str, results: str, *more: str, inputs: Inputs | None = None) -> OurTable:
+def prepare(table: TableSpec, model: str, results: str, *more: str, inputs: Inputs | None = None) -> PaperTable:
     """Return the table's run with its results in ``results``. ``inputs`` holds what other tables have read."""
-    return our_table.prepare(table, model, [f"results={results}", *more], inputs)
+    return plan.prepare(table, model, [f"results={results}", *more], inputs)
 
 
 def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None) -> None:

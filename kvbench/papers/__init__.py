@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-DATA = Path(__file__).parent / "data"
+HERE = Path(__file__).parent
+DATA = HERE / "data"
 """A folder for each paper: its tables and claims as YAML, its published values as CSV."""
 
 
@@ -17,3 +18,17 @@ def data_files(pattern: str) -> list[Path]:
     if own_folder:
         found += Path(own_folder).glob(pattern)
     return sorted(found, key=lambda path: (path.parent.name, path.name))
+
+
+def fill_template(name: str, **values: object) -> str:
+    """Return a page of the folder ``templates`` with these values, which are escaped unless they are marked as safe."""
+    import jinja2  # every verb imports this module, and few need a page
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(name).render(values)

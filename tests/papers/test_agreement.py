@@ -5,34 +5,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbench.papers.measured import agreement, our_table
-from kvbench.papers.measured.cell_view import build_view
+from kvbench.papers.measured import agreement, plan
+from kvbench.papers.measured.cells import read_cells
 from kvbench.papers.spec import table_spec
 
 
 @pytest.fixture(scope="module")
 def printed():
     """ThinK's table 2 as printed."""
-    return build_view(our_table.make_printed_table(table_spec.load("think", "2"), "tiny", ""))
+    return read_cells(plan.make_printed_table(table_spec.load("think", "2"), "tiny", ""))
 
 
-def measured(view, score, floor=()):
-    """The view as if each printed cell scored ``score(published)`` on ten examples; columns of ``floor`` fail."""
+def measured(table, score, floor=()):
+    """The table as if each printed cell scored ``score(published)`` on ten examples; columns of ``floor`` fail."""
     noise = np.random.default_rng(0)
-    rows = []
-    for line, entries in view.rows:
-        cells = []
-        for column, entry in zip(view.columns, entries, strict=True):
-            if entry.published is None:
-                cells.append(entry)
-                continue
-            value = score(entry.published)
+    cells = table.cells.copy()
+    printed = cells[cells["side"] == "paper"].set_index(["row", "column"])["value"]
+    for i, line in cells.iterrows():
+        published = printed[line["row"], line["column"]]
+        if line["side"] == "ours" and published is not None:
+            value = score(published)
             scores = {str(i): (value + shift) / 100 for i, shift in enumerate(noise.normal(size=10))}
-            cells.append(
-                replace(entry, ours=value, score=value, scores=scores, n=10, cell="x", floor=column.dataset in floor)
-            )
-        rows.append((line, tuple(cells)))
-    return replace(view, rows=tuple(rows))
+            facts = {"value": value, "score": value, "scores": scores, "n": 10, "cell": "x"}
+            for name, fact in (facts | {"floor": line["column"] in floor}).items():
+                cells.at[i, name] = fact
+    return replace(table, cells=cells)
 
 
 def test_the_papers_own_numbers_agree_and_their_negatives_are_reversed(printed):
@@ -58,10 +55,13 @@ def test_ties_lower_tau_and_failing_columns_are_left_out(printed):
 
 def test_tau_b_of_three_rows_by_hand(printed):
     """Printed 1, 2, 3 against ours 1, 1, 3: C = 2, D = 0, P = 3, O = 2, so tau = 2 / sqrt(6)."""
-    view = measured(printed, float)
-    block = view.rows[1:4]
-    rows = []
-    for (line, entries), paper, ours in zip(block, (1.0, 2.0, 3.0), (1.0, 1.0, 3.0), strict=True):
-        rows.append((line, (replace(entries[0], published=paper, ours=ours), *entries[1:])))
-    taus = agreement.order_of_rows(replace(view, rows=tuple(rows)))
+    table = measured(printed, float)
+    cells = table.cells.copy()
+    rows = zip((1, 2, 3), (1.0, 2.0, 3.0), (1.0, 1.0, 3.0), strict=True)
+    first = cells["column"] == "narrativeqa"
+    for row, paper, ours in rows:
+        for side, value in (("paper", paper), ("ours", ours)):
+            cells.loc[first & (cells["row"] == row) & (cells["side"] == side), "value"] = value
+    kept = table.rows.drop(index=[i for i in table.rows.index if i not in (1, 2, 3)])
+    taus = agreement.order_of_rows(replace(table, cells=cells, rows=kept))
     assert taus["narrativeqa"] == pytest.approx(2 / 6**0.5)

@@ -36,7 +36,7 @@ from kvbench.papers.claims.claims import (
     Evidence,
     decide,
 )
-from kvbench.papers.measured import our_table
+from kvbench.papers.measured import plan
 from kvbench.papers.report import tables
 from kvbench.papers.spec.row_knobs import run_arguments
 from kvbench.report import writers
@@ -294,7 +294,7 @@ def test_every_claim_stands_in_the_papers_own_words(paper):
 def test_budgets_by_dataset_are_those_of_the_paper():
     """Section 5.2 of Q-Hitter: 5, 2.5 and 2 times fewer tokens; all three ran at a fifth."""
     (three, _) = (t for t in claims.make_tables_of_sides(claims.load("qhitter")))
-    ours = our_table.prepare(three, "tiny", ["limit=1"])
+    ours = plan.prepare(three, "tiny", ["limit=1"])
     line = next(x for x in ours.lines if x.row.name == "qhitter bits=4")
     stages = {d: line.chain_of(d).stages[0] for d in ("xsum", "cnn_dailymail", "mdqa")}
     assert (stages["xsum"].heavy_ratio, stages["xsum"].recent_ratio) == (0.15, 0.05)

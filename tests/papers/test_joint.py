@@ -3,16 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-from kvbench.papers.measured import our_table
-from kvbench.papers.measured.joint import join_runs
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured import plan
+from kvbench.papers.measured.plan import PaperTable
+from kvbench.papers.measured.work import join_runs
 from kvbench.papers.spec import table_spec
 from kvbench.run import experiment
 
 
-def prepared(table: str, results: Path) -> OurTable:
+def prepared(table: str, results: Path) -> PaperTable:
     (spec,) = table_spec.find_tables(table)
-    return our_table.prepare(spec, "tiny", [f"results={results}", "limit=1"])
+    return plan.prepare(spec, "tiny", [f"results={results}", "limit=1"])
 
 
 def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_tables_that_prompt_otherwise_are_apart(tmp_path: Path) -> None:
 
 def test_a_shared_task_has_the_examples_of_the_run_that_wants_most(tmp_path: Path) -> None:
     (table,) = table_spec.find_tables("think/6")
-    few, many = (our_table.prepare(table, "tiny", [f"results={tmp_path}", f"limit={n}"]).run for n in (1, 3))
+    few, many = (plan.prepare(table, "tiny", [f"results={tmp_path}", f"limit={n}"]).run for n in (1, 3))
     assert few is not None and many is not None
     (run,) = join_runs([few, many])
     assert [len(g.examples) for g in run.groups] == [3] * len(many.groups)

@@ -90,7 +90,8 @@ def test_shades_are_the_share_of_layers_and_heads():
 
 def test_text_from_data_cannot_become_markup():
     evil = "</script><img src=x onerror=alert(1)>"
-    text = page.build_page(evil, [("a", evil, page.render_sortable([evil], [[evil]], ["x"]))], [{"tokens": [evil]}])
+    run = {"model": evil, "method": evil, "dataset": evil, "score": 1.0}
+    text = page.ReportPage(evil, [], [], [], [], [{"tokens": [evil]}], [run]).page()
     assert "<img" not in text
     assert text.count("</script>") == 2
     assert data_of(text) == [{"tokens": [evil]}]
@@ -107,7 +108,8 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.render_figures(registry.read_drawn(tmp_path))
+    figures = page.read_pictures(registry.read_drawn(tmp_path))
+    text = page.ReportPage("tiny", [], figures, [], [], [], []).page()
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
@@ -292,7 +294,7 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     assert re.findall(r"<summary>([^<]*results?)</summary>", text) == [
         "full: 2 results",
         "snapkv: 2 results",
-        "measured for papers&#x27; tables and claims: 2 results",
+        "measured for papers&#39; tables and claims: 2 results",
     ]
     assert text.count('<article class="card') == 2 and text.count("<svg") == 1 and "No front is drawn" in text
     assert text.index('id="verdicts"') < text.index('id="runs"')

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from kvbench.base.errors import UsageError
@@ -47,7 +48,10 @@ def row(
 def cells(paper, table, rows):
     """By (row, column) as they are addressed."""
     placed = row_matching.match_cells(bench_spec.load(paper, table), published.load_table(paper, table), rows)
-    return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in placed}
+    return {
+        (f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c
+        for c in placed.itertuples()
+    }
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_values_are_in_printed_units_and_ratios_stand_beside_ratios(think):
     setting = "bits=4/4;ratio=0.4;batch=300;prompt=160;gen=338"
     memory = think[f"kivi+think {setting}", "peak_memory/peak_memory"]
     assert (memory.value, memory.printed.unit, memory.ratio) == (54.0, "GB", pytest.approx(0.9))
-    assert memory.spread == (pytest.approx(48.6), pytest.approx(59.4))
+    assert (memory.low, memory.high) == (pytest.approx(48.6), pytest.approx(59.4))
     assert memory.printed.value == 53.3 and memory.published_ratio == pytest.approx(53.3 / 61.7)
     # a peak is that of the rows as they are: only times are interpolated
     assert memory.marks == () and memory.device == "a GPU" and memory.less_is_better
@@ -96,8 +100,8 @@ def test_rows_of_two_devices_share_no_table_and_no_ratio():
     # the latest row's device, whose base was not measured on it
     assert {c.device for c in shown} == {"another GPU"} and all(c.ratio is None for c in shown)
     declared = bench_spec.load("think", "10")
-    assert row_matching.count_others(declared, list(placed.values()), rows) == {"CPU a CPU, 1 thread": 2}
-    assert row_matching.list_workloads(declared, list(placed.values())) == [AT]
+    assert row_matching.count_others(declared, pd.DataFrame(placed.values()), rows) == {"CPU a CPU, 1 thread": 2}
+    assert row_matching.list_workloads(declared, pd.DataFrame(placed.values())) == [AT]
 
 
 def test_out_of_memory_and_what_is_not_run_are_said():
@@ -113,10 +117,10 @@ def test_out_of_memory_and_what_is_not_run_are_said():
     peers_value = placed["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
     assert peers_value.published_ratio is None and peers_value.status == "missing"
     placed = row_matching.match_cells(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
-    assert {c.status for c in placed} == {"missing", "not run"}
-    assert all("take more than one such GPU" in c.reason for c in placed if c.printed.model == "opt-30b")
+    assert set(placed["status"]) == {"missing", "not run"}
+    assert all("take more than one such GPU" in c.reason for c in placed.itertuples() if c.printed.model == "opt-30b")
     placed = row_matching.match_cells(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
-    average = next(c for c in placed if c.printed.dataset == "avg" and "8b" in c.printed.model)
+    average = next(c for c in placed.itertuples() if c.printed.dataset == "avg" and "8b" in c.printed.model)
     assert average.status == "not run" and "average" in average.reason
 
 
@@ -136,7 +140,7 @@ def test_what_the_papers_base_does_not_have_is_no_ratio():
     snapkv = bench_spec.load("refreekv", "3").methods["snapkv"]
     rows = [row("full", at, own_value, compress=0.001, total=2.0), row(snapkv, at, own_value, compress=0.1, total=1.0)]
     placed = row_matching.match_cells(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
-    ours = {c.printed.metric: c for c in placed if c.row is not None and c.printed.method == "snapkv"}
+    ours = {c.printed.metric: c for c in placed.itertuples() if c.row is not None and c.printed.method == "snapkv"}
     assert ours["prune_time"].value == 0.1 and ours["prune_time"].ratio is None
     assert ours["overall_time"].ratio == 0.5
 
@@ -204,7 +208,7 @@ def test_the_script_measures_what_the_targets_are_about(dry):
 
 def test_a_reason_may_be_about_some_settings_alone():
     collected = row_matching.match_cells(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
-    offloaded = [c for c in collected if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
+    offloaded = [c for c in collected.itertuples() if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
     status = {c.printed.settings["gen"]: c.status for c in offloaded}
     assert status == {"32": "missing", "512": "not run", "1024": "not run"}
 

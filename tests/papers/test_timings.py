@@ -12,8 +12,8 @@ import pytest
 from kvbench.bench import records, request, timing
 from kvbench.cli.main import main
 from kvbench.kv.model_shape import Shape
-from kvbench.papers.measured import coverage, grid, our_table
-from kvbench.papers.measured.cell_view import build_view
+from kvbench.papers.measured import coverage, plan, text
+from kvbench.papers.measured.cells import read_cells
 from kvbench.papers.report import tables as html_tables
 from kvbench.papers.spec import table_spec
 from kvbench.papers.timed import bench_spec, timings
@@ -88,7 +88,7 @@ def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys)
     assert "GPU numbers are missing: scripts/gpu_tables.sh think10" in out
 
 
-@pytest.mark.parametrize("show", grid.SHOWS)
+@pytest.mark.parametrize("show", text.SHOWS)
 @pytest.mark.parametrize("style", ["text", "md", "latex", "html"])
 def test_every_view_in_every_format(results, capsys, style, show):
     status, out = shown(capsys, "think/10", f"results={results}", "--stored", "--format", style, "--show", show)
@@ -171,12 +171,12 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 
 
 def test_notes_of_timings_say_what_the_view_shows(results):
-    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
-    notes = {show: " ".join(grid.write_notes(seen, show)) for show in grid.SHOWS}
+    seen = read_cells(plan.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
+    notes = {show: " ".join(text.write_notes(seen, show)) for show in text.SHOWS}
     assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta", "share"]
     assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
     assert "the paper's over its own kivi" in notes["published"]
-    assert grid.write_title(seen, "published").endswith("as printed")
+    assert text.write_title(seen, "published").endswith("as printed")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -254,29 +254,27 @@ def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
 
 def test_the_report_shows_them(results):
     table = table_spec.load("think", "10")
-    text = html_tables.render_table(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.render_table(read_cells(plan.prepare(table, "tiny", [f"results={results}"])))
     assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
     records.append_rows(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
-    text = html_tables.render_table(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.render_table(read_cells(plan.prepare(table, "tiny", [f"results={results}"])))
     assert "on a GPU" in text and "CPU a processor" not in text
 
 
 def test_what_is_counted_of_a_table(results):
-    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    seen = read_cells(plan.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
     line = coverage.count_cells(seen)
     counted = {name: text for name, text in line.items() if text}
     assert counted == {"table": "think/10", "model": "tiny", "measured": "9", "refused": "0", "missing": "0"}
     coverage.write_counts(results / "tables", line | {"table": "think/9"})
     coverage.write_counts(results / "tables", line)
     assert list(coverage.read_counts(results / "tables")) == ["think/9", "think/10"]
-    none = coverage.count_cells(
-        build_view(our_table.prepare(table_spec.load("qhitter", "2"), "", [f"results={results}"]))
-    )
+    none = coverage.count_cells(read_cells(plan.prepare(table_spec.load("qhitter", "2"), "", [f"results={results}"])))
     assert (none["measured"], none["missing"]) == ("0", "30")
 
 
 def test_the_list_says_what_is_measured(results, capsys):
-    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    seen = read_cells(plan.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
     coverage.write_counts(results / "tables", coverage.count_cells(seen) | {"refused": "2"})
     assert main(["list", "tables", f"results={results}"]) == 0
     out = capsys.readouterr().out

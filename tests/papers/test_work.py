@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.papers.measured import our_table, work
+from kvbench.papers.measured import plan, work
 from kvbench.papers.spec import table_spec
 from kvbench.run import experiment
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e("measures a table on the tiny model")
 
 def test_work_is_counted_ordered_and_gone_once_it_is_done(tmp_path):
     def runs():
-        ours = our_table.prepare(table_spec.load("vatp", "2"), "tiny", [f"results={tmp_path}", "limit=2"])
+        ours = plan.prepare(table_spec.load("vatp", "2"), "tiny", [f"results={tmp_path}", "limit=2"])
         return [ours.run]
 
     before = work.list_work(runs(), None)

@@ -11,9 +11,9 @@ from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import MEASURES, POINTS, Evidence, Verdict
 from kvbench.papers.claims.evidence import NumberReader, read_evidence
 from kvbench.papers.claims.ledger import ClaimRecord, Ledger, MeasureRecord
-from kvbench.papers.measured import our_table
-from kvbench.papers.measured.joint import join_runs
-from kvbench.papers.measured.our_table import OurTable
+from kvbench.papers.measured import plan
+from kvbench.papers.measured.plan import PaperTable
+from kvbench.papers.measured.work import join_runs
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
@@ -38,7 +38,7 @@ def make_tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.
     return tables
 
 
-def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
+def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[PaperTable]]:
     """Plan what must be measured on a model for the claims of ``papers``. Return the planned tables by paper.
 
     arguments: options of ``kvbench run`` as the user typed them.
@@ -48,11 +48,11 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
     inputs = Inputs()
     for paper in papers:
         tables = make_tables_of_claims([paper], model)
-        prepared[paper] = [our_table.prepare(table, model, arguments, inputs) for table in tables]
+        prepared[paper] = [plan.prepare(table, model, arguments, inputs) for table in tables]
     return prepared
 
 
-def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
+def measure(prepared: Mapping[str, Sequence[PaperTable]]) -> None:
     """Measure the answers of planned tables that the store does not have yet.
 
     Papers that ask the same prompt under the same settings share one reading of it.
@@ -61,14 +61,14 @@ def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
         experiment.fill(run)
 
 
-def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
+def _list_runs(prepared: Mapping[str, Sequence[PaperTable]]) -> list[RunPlan]:
     runs = []
     for our_tables in prepared.values():
         runs += [ours.run for ours in our_tables if ours.run is not None]
     return runs
 
 
-def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
+def reach_verdicts(prepared: Mapping[str, Sequence[PaperTable]], model: str) -> Outcomes:
     """Decide all claims of the planned papers. Return the verdicts by measure, each in the order of the claims.
 
     All claims together are corrected as one family, separately for each measure. Unless the run also compares answers
@@ -118,7 +118,7 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
     return outcomes
 
 
-def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
+def as_plain(prepared: Mapping[str, Sequence[PaperTable]], model: str, outcomes: Outcomes) -> Ledger:
     """Return a ledger as plain data: the model, notes for readers, and a record of each claim with its verdicts.
 
     prepared: the planned tables by paper.

@@ -21,7 +21,7 @@ from kvbench.papers.claims.claims import (
     Evidence,
     keep_printed_windows,
 )
-from kvbench.papers.measured.our_table import OurTable, TableLine
+from kvbench.papers.measured.plan import Line, PaperTable
 from kvbench.plan import advice
 from kvbench.plan.cells import Group
 from kvbench.report.unchanged import is_unchanged
@@ -200,7 +200,7 @@ def _count_examples(comparisons: Iterable[Comparison]) -> int:
 
 def read_evidence(
     claim: Claim,
-    tables: Iterable[OurTable],
+    tables: Iterable[PaperTable],
     measures: Sequence[str] = MEASURES,
     windows_as_printed: bool = False,
     numbers: NumberReader | None = None,
@@ -214,8 +214,8 @@ def read_evidence(
     """
     # claims.make_tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
     ours = next(table for table in tables if _list_datasets(table) == set(claim.columns))
-    line_of = {line.row.name: line for line in ours.lines}
-    pairs: list[tuple[TableLine, TableLine]] = []
+    line_of = {line.name: line for line in ours.lines}
+    pairs: list[tuple[Line, Line]] = []
     for first, second in claim.pairs:
         if windows_as_printed:
             first, second = keep_printed_windows(first), keep_printed_windows(second)
@@ -250,17 +250,17 @@ def read_evidence(
     return {measure: sides.read_evidence(measure) for measure in measures}
 
 
-def _list_datasets(ours: OurTable) -> set[str]:
-    return {column.dataset for column in ours.declared.scores}
+def _list_datasets(ours: PaperTable) -> set[str]:
+    return {column.dataset for column in ours.spec.scores}
 
 
-def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
+def _compare_rows(ours: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> dict[str, list[Comparison]]:
     comparisons_of: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
-    for column in ours.declared.scores:
+    for column in ours.spec.scores:
         parts_by_pair = []
         for first, second in pairs:
-            parts_by_pair.append(zip(ours.find_cells(first, column), ours.find_cells(second, column), strict=True))
+            parts_by_pair.append(zip(ours.find_parts(first, column), ours.find_parts(second, column), strict=True))
         comparisons = []
         # a part is (group, cell) of one task; the i-th parts of all rows belong to one group, and so to the i-th way of
         # asking, such as MDQA's i-th position of the answer
@@ -298,9 +298,9 @@ def _list_unchanged_sides(comparisons: Sequence[Comparison], numbers: NumberRead
     return list(labels)
 
 
-def _list_missing_datasets(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> list[str]:
+def _list_missing_datasets(ours: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> list[str]:
     reasons: dict[str, None] = {}
-    for column in ours.declared.scores:
+    for column in ours.spec.scores:
         for pair in pairs:
             for line in pair:
                 reason = ours.why_absent(line, column)

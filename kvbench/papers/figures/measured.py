@@ -21,7 +21,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.figures.sweep import FULL_POINT, MEAN, ROW, Point, Sweep
-from kvbench.papers.measured.our_table import split_options, stored_scores
+from kvbench.papers.measured.plan import split_options, stored_scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group

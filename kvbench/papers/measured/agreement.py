@@ -8,89 +8,83 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from kvbench.base.formatting import format_number, with_interval
-from kvbench.papers.measured.cell_view import CellView, View
-from kvbench.papers.measured.our_table import TableLine
+from kvbench.papers.measured.plan import Line, PaperTable
 from kvbench.papers.spec.row_knobs import parse_setting
 from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.tasks.metrics import stats
 
-Line = tuple[TableLine, tuple[CellView, ...]]
-"""A row of a view with its cells."""
 SEEN, REVERSED, UNTOLD = "seen", "reversed", "not told apart"
 MOST_NAMED = 3
 """The most reversed differences that are named."""
 
 
-def describe_agreement(view: View) -> list[str]:
+def describe_agreement(table: PaperTable) -> list[str]:
     """Return the sentences below a table of scores: order of rows, differences, filled cells. [] if none is filled."""
-    filled, printed = count_filled(view)
+    filled, printed = count_filled(table)
     if not filled:
         return []
-    lines = [*_describe_order(view), *_describe_differences(view)]
+    lines = [*_describe_order(table), *_describe_differences(table)]
     lines.append(f"Filled: {filled} of {printed} cells." if filled < printed else f"Filled: all {printed} cells.")
     return lines
 
 
-def count_filled(view: View) -> tuple[int, int]:
+def count_filled(table: PaperTable) -> tuple[int, int]:
     """Return (how many of the printed cells hold a number of ours, how many printed cells there are), without means."""
-    entries = [entry for _, row in view.rows for entry in _scored(view, row) if entry.published is not None]
-    return sum(entry.score is not None for entry in entries), len(entries)
+    cells = [c for line in table.lines for c in _list_scores(table, line) if c.paper_value is not None]
+    return sum(cell.score is not None for cell in cells), len(cells)
 
 
-def order_of_rows(view: View) -> dict[str, float]:
+def order_of_rows(table: PaperTable) -> dict[str, float]:
     """Return Kendall's tau-b between our order of rows and the paper's, by column. A column may have none.
 
     Only rows of one block with equal examples are compared: tau = (C - D) / sqrt(P O), where C and D count the pairs of
     rows in the paper's order and against it, and P and O the pairs that the paper and we tell apart.
     """
+    # [pairs, 2] by column: the differences of ours and of the printed values
+    differences: dict[str, list[tuple[float, float]]] = {}
+    for block in _list_blocks(table):
+        for cells in zip(*(_list_scores(table, line) for line in block), strict=True):
+            compared = [c for c in cells if c.value is not None and c.paper_value is not None and not c.floor]
+            for a, b in combinations(compared, 2):
+                if a.n == b.n:
+                    pair = (a.value - b.value, a.paper_value - b.paper_value)
+                    differences.setdefault(a.column, []).append(pair)
     taus = {}
-    for i, column in enumerate(view.columns):
-        if column.quantity != SCORE or column.dataset in MEANS:
-            continue
-        # [pairs, 2]: the differences of ours and of the printed values
-        differences = []
-        for block in _blocks(view):
-            points = []
-            for _, row in block:
-                cell = row[i]
-                if cell.ours is not None and cell.published is not None and not cell.floor:
-                    points.append((cell.n, cell.ours, cell.published))
-            for a, b in combinations(points, 2):
-                if a[0] == b[0]:
-                    differences.append((a[1] - b[1], a[2] - b[2]))
-        ours, published = np.sign(np.array(differences, dtype=float)).reshape(-1, 2).T
+    for column in table.columns:
+        ours, published = np.sign(np.array(differences.get(column.name, []), dtype=float)).reshape(-1, 2).T
         told_apart = float(np.count_nonzero(ours)) * float(np.count_nonzero(published))
         if told_apart:
             taus[column.name] = float((ours * published).sum() / told_apart**0.5)
     return taus
 
 
-def differences_of_rows(view: View) -> list[tuple[str, str, str]]:
+def differences_of_rows(table: PaperTable) -> list[tuple[str, str, str]]:
     """Return two rows of a block, the one that the paper has ahead first, and SEEN, REVERSED or UNTOLD; for all pairs.
 
     Both sides are means over the columns that both rows have. Ours is paired over the same examples, and is told apart
     from 0 by its 95 % interval.
     """
     verdicts = []
-    for block in _blocks(view):
-        for (line_a, a), (line_b, b) in combinations(block, 2):
+    for block in _list_blocks(table):
+        for a, b in combinations(block, 2):
             printed, differences = [], []
-            for x, y in zip(_scored(view, a), _scored(view, b), strict=True):
+            for x, y in zip(_list_scores(table, a), _list_scores(table, b), strict=True):
                 examples = sorted(x.scores.keys() & y.scores.keys())
-                if x.published is None or y.published is None or len(examples) < 2 or x.floor:
+                if x.paper_value is None or y.paper_value is None or len(examples) < 2 or x.floor:
                     continue
-                sign = -1 if x.less_is_better else 1
-                printed.append(sign * (x.published - y.published))
+                sign = -1 if x.paper_less_is_better else 1
+                printed.append(sign * (x.paper_value - y.paper_value))
                 differences.append([sign * (x.scores[e] - y.scores[e]) for e in examples])
             published = sum(printed)
             if not published:
                 continue
             point, interval = stats.mean_over_tasks(differences, bounds=None)
-            names = (line_a.row.name, line_b.row.name)
+            names = (a.name, b.name)
             if published < 0:
                 names, point = (names[1], names[0]), -point
             verdict = SEEN if point > 0 else REVERSED
@@ -106,8 +100,8 @@ def mean_tau(taus: Sequence[float]) -> tuple[float, stats.Interval | None]:
     return float(np.mean(taus)), interval
 
 
-def _describe_order(view: View) -> Iterator[str]:
-    taus = order_of_rows(view)
+def _describe_order(table: PaperTable) -> Iterator[str]:
+    taus = order_of_rows(table)
     if not taus:
         return
     mean, interval = mean_tau(list(taus.values()))
@@ -121,8 +115,8 @@ def _describe_order(view: View) -> Iterator[str]:
     yield f"{text}."
 
 
-def _describe_differences(view: View) -> Iterator[str]:
-    verdicts = differences_of_rows(view)
+def _describe_differences(table: PaperTable) -> Iterator[str]:
+    verdicts = differences_of_rows(table)
     if not verdicts:
         return
     counts = Counter(verdict for _, _, verdict in verdicts)
@@ -137,16 +131,16 @@ def _describe_differences(view: View) -> Iterator[str]:
     yield text
 
 
-def _blocks(view: View) -> list[list[Line]]:
+def _list_blocks(table: PaperTable) -> list[list[Line]]:
+    # the rows of each block that have a method, in the paper's order
     blocks: dict[tuple[str, ...], list[Line]] = {}
-    for line, row in view.rows:
-        if line.row.method == "full":
-            continue
-        setting = {"model": line.row.model} | parse_setting(line.row.setting)
-        key = tuple(setting.get(name, "") for name in view.ours.declared.blocks)
-        blocks.setdefault(key, []).append((line, row))
+    for line in table.lines:
+        setting = {"model": line.model} | parse_setting(line.setting)
+        if line.method != "full":
+            blocks.setdefault(tuple(setting.get(name, "") for name in table.spec.blocks), []).append(line)
     return list(blocks.values())
 
 
-def _scored(view: View, row: Sequence[CellView]) -> list[CellView]:
-    return [e for c, e in zip(view.columns, row, strict=True) if c.quantity == SCORE and c.dataset not in MEANS]
+def _list_scores(table: PaperTable, line: Line) -> list[Any]:
+    cells = zip(table.columns, table.pairs_of(line), strict=True)
+    return [cell for column, cell in cells if column.quantity == SCORE and column.dataset not in MEANS]

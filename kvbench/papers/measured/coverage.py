@@ -23,7 +23,7 @@ from kvbench.papers.spec.table_spec import MEANS
 from kvbench.report import writers
 
 if TYPE_CHECKING:
-    from kvbench.papers.measured.cell_view import View
+    from kvbench.papers.measured.plan import PaperTable
 
 FILE = "counts.csv"
 """The name of the file in the folder of the tables."""
@@ -44,7 +44,7 @@ Counts = Mapping[str, str]
 """A line of the file: a text for each of FIELDS."""
 
 
-def count_cells(view: View) -> dict[str, str]:
+def count_cells(table: PaperTable) -> dict[str, str]:
     """Count the measured, refused and missing cells of a table, and return them as a line of the file.
 
     A result of the store counts once, even if several rows and columns show it. Means do not count. A cell that ran
@@ -52,54 +52,43 @@ def count_cells(view: View) -> dict[str, str]:
     """
     # (state, identity) of each cell: in a set, entries that show one cell count once
     cells: set[tuple[str, object]] = set()
-    for line, entries in view.rows:
-        for column, entry in zip(view.columns, entries, strict=True):
-            # an entry with the status ``none`` is a cell that the paper's table does not have
-            if column.dataset in MEANS or entry.status not in _STATE:
+    for line in table.lines:
+        for column, cell in zip(table.columns, table.pairs_of(line), strict=True):
+            # a cell with the status ``none`` is one that the paper's table does not have
+            if column.dataset in MEANS or cell.status not in _STATE:
                 continue
-            chain = line.chain_of(column.dataset)
+            chain = line.chains.get(column.dataset, line.chain)
             # a cell outside the store has no id: its chain and its workload identify it, or else its row
-            identity: object = (line.row.model, line.row.name, column)
+            identity: object = (line.model, line.name, column)
             if chain is not None:
                 identity = (chain, line.reads.get(column.dataset), column)
-            cells.add((_STATE[entry.status], entry.cell or identity))
+            cells.add((_STATE[cell.status], cell.cell or identity))
     counts = Counter(state for state, _ in cells)
-    record = {"table": view.ours.declared.id, "model": view.ours.model}
-    for state in STATES:
-        record[state] = str(counts[state])
-    return record | _summarise_agreement(view)
-
-
-def _summarise_agreement(view: View) -> dict[str, str]:
-    """Return the texts of the fields of AGREEMENT; '' where a table has no such number."""
-    record = dict.fromkeys(AGREEMENT, "")
-    if view.ours.timings is not None:
+    record = {"table": table.spec.id, "model": table.model} | {state: str(counts[state]) for state in STATES}
+    record |= dict.fromkeys(AGREEMENT, "")
+    if table.timings is not None:
         return record
-    filled, printed = count_filled(view)
+    filled, printed = count_filled(table)
     record |= {"filled": str(filled), "printed": str(printed)}
-    taus = list(order_of_rows(view).values())
+    taus = list(order_of_rows(table).values())
     if taus:
         mean, interval = mean_tau(taus)
         record["tau"] = f"{mean:.2f}"
         if interval is not None:
             record["tau_low"], record["tau_high"] = (f"{end:.2f}" for end in interval)
-    verdicts = Counter(verdict for _, _, verdict in differences_of_rows(view))
-    for name, verdict in (("seen", SEEN), ("reversed", REVERSED), ("untold", UNTOLD)):
-        record[name] = str(verdicts[verdict])
-    return record
+    verdicts = Counter(verdict for _, _, verdict in differences_of_rows(table))
+    return record | {name: str(verdicts[v]) for name, v in (("seen", SEEN), ("reversed", REVERSED), ("untold", UNTOLD))}
 
 
-def list_numbers(view: View) -> list[dict[str, str]]:
+def list_numbers(table: PaperTable) -> list[dict[str, str]]:
     """Return a line of NUMBERS_FILE for each printed cell that holds a number of ours, without means and full rows."""
     lines = []
-    for line, entries in view.rows:
-        if line.row.method == "full":
-            continue
-        for column, entry in zip(view.columns, entries, strict=True):
-            numbers = (entry.score, entry.full, entry.published, entry.published_full)
-            if column.dataset in MEANS or None in numbers:
+    for line in table.lines:
+        for column, cell in zip(table.columns, table.pairs_of(line), strict=True):
+            numbers = (cell.score, cell.full, cell.paper_value, cell.paper_full)
+            if line.method == "full" or column.dataset in MEANS or None in numbers:
                 continue
-            record = {"table": view.ours.declared.id, "row": line.row.name, "column": column.name, "n": str(entry.n)}
+            record = {"table": table.spec.id, "row": line.name, "column": column.name, "n": str(cell.n)}
             record |= {name: f"{number:.2f}" for name, number in zip(NUMBERS[4:], numbers, strict=True)}
             lines.append(record)
     return lines
@@ -126,7 +115,6 @@ def write_numbers(folder: Path, table: str, lines: Sequence[Counts]) -> None:
 
 
 def _read(path: Path, fields: Sequence[str]) -> list[Counts]:
-    """Return the lines of a file with these columns; [] if it does not exist."""
     if not path.exists():
         return []
     reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
@@ -136,12 +124,12 @@ def _read(path: Path, fields: Sequence[str]) -> list[Counts]:
 
 
 def _replace(path: Path, fields: Sequence[str], table: str, lines: Sequence[Counts]) -> None:
+    def place_of(line: Counts) -> tuple[str, int]:
+        # table 10 comes behind table 2
+        paper, _, number = line["table"].partition("/")
+        return paper, int(number)
+
+    # other tables keep their lines, so that one can be written alone
     kept = [line for line in _read(path, fields) if line["table"] != table]
     path.parent.mkdir(parents=True, exist_ok=True)
-    in_order = sorted([*kept, *lines], key=lambda line: _paper_and_number(line["table"]))
-    path.write_text(writers.csv(fields, in_order), encoding="utf-8")
-
-
-def _paper_and_number(table: str) -> tuple[str, int]:
-    paper, _, number = table.partition("/")
-    return paper, int(number)
+    path.write_text(writers.csv(fields, sorted([*kept, *lines], key=place_of)), encoding="utf-8")

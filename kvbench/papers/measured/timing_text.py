@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvbench.base.formatting import DASH, format_number, with_interval
-from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED, Row
-from kvbench.papers.timed.row_matching import INTEGRATED, MISSING, TimedCell
+from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED
+from kvbench.papers.timed.row_matching import INTEGRATED, MISSING
 from kvbench.papers.timed.timings import SCRIPT, Timings
-
-if TYPE_CHECKING:
-    from kvbench.papers.measured.cell_view import CellView
 
 SHORT = {"pct": "%", "x": ""}
 """Words for a printed unit in a column's head, where the unit itself is not written."""
@@ -25,119 +21,85 @@ def name_column(timings: Timings, column: str) -> str:
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
-def format_cell(entry: CellView, show: str) -> list[str]:
+def format_cell(cell: Any, show: str) -> list[str]:
     """Return the lines of text in one cell of a table of timings.
 
-    entry: a cell with a timing.
     show: ``both`` (each side's ratio to the base row, and each side's value), ``ours``, ``published``, ``delta`` (the
     difference of the ratios), or ``beside``, which shows what ``published`` does.
     """
-    cell = entry.timed
-    # the caller takes only entries with a timing
-    assert cell is not None
-    our_ratio = _choose_sign(entry) or _format_ratio(cell.ratio)
-    paper_ratio, printed = _format_ratio(cell.published_ratio), _format_printed(entry)
+    timed = cell.timed
+    # a sign replaces a missing number: every other status says in one way or another that nothing was measured
+    signs = {REFUSED: "✗", FAILED: "✗", OOM: OOM, "measured": ""}
+    sign = signs.get(cell.status, "—")
+    our_ratio, paper_ratio = sign or _format_ratio(timed.ratio), _format_ratio(timed.published_ratio)
+    printed = _format_printed(cell)
     if show in ("published", "beside"):
         # a base row has no ratio to itself, and some rows have none in the paper
-        if cell.published_ratio is None:
-            return [printed]
-        return [paper_ratio, printed]
+        return [printed] if timed.published_ratio is None else [paper_ratio, printed]
     if show == "delta":
-        if cell.ratio is None or cell.published_ratio is None:
-            return [_choose_sign(entry) or "—"]
-        return [format_number(cell.ratio - cell.published_ratio, 2, sign=True)]
-    value, spread = _format_value(cell)
+        if timed.ratio is None or timed.published_ratio is None:
+            return [sign or "—"]
+        return [format_number(timed.ratio - timed.published_ratio, 2, sign=True)]
+    value, spread = "", ""
+    if timed.value is not None:
+        mark = " ∫" if INTEGRATED in timed.marks else ""
+        ci = None if timed.low is None else (timed.low, timed.high)
+        value, _, spread = with_interval(timed.value, ci, 3, significant=True, mark=mark).partition("\n")
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
-    value_alone = bool(value) and cell.ratio is None
-    texts = []
+    value_alone = bool(value) and timed.ratio is None
     if show == "ours":
-        if not value_alone:
-            texts.append(our_ratio)
-        if value:
-            texts.append(value)
-        if spread:
-            texts.append(spread)
-        return texts
+        return [text for text in ("" if value_alone else our_ratio, value, spread) if text]
+    texts = []
     # the paper's ratio still needs ours beside it, be it only a dash
-    if not value_alone or cell.published_ratio is not None:
+    if not value_alone or timed.published_ratio is not None:
         texts.append(f"{our_ratio} ({paper_ratio})")
     if value:
         texts.append(f"ours {value}")
-    texts.append(f"paper {printed}")
-    return texts
+    return [*texts, f"paper {printed}"]
 
 
-def _format_value(cell: TimedCell) -> tuple[str, str]:
-    """Return (our value of a cell, with ∫ if its steps were interpolated, its quartiles); '' for what is not known."""
-    if cell.value is None:
-        return "", ""
-    mark = " ∫" if INTEGRATED in cell.marks else ""
-    value, _, spread = with_interval(cell.value, cell.spread, 3, significant=True, mark=mark).partition("\n")
-    return value, spread
-
-
-def _choose_sign(entry: CellView) -> str:
-    """Return the text that replaces a missing number; '' if there is a number."""
-    if entry.status in (REFUSED, FAILED):
-        return "✗"
-    if entry.status == OOM:
-        return OOM
-    if entry.status == "measured":
-        return ""
-    # every other status says in one way or another that nothing was measured
-    return "—"
-
-
-def _format_printed(entry: CellView) -> str:
-    # callers take only entries with a timing
-    assert entry.timed is not None
+def _format_printed(cell: Any) -> str:
     # papers write in many ways that a row does not fit into memory, but the cell's flag always says out-of-memory
-    if "out-of-memory" in entry.timed.printed.flag.lower():
+    if "out-of-memory" in cell.timed.printed.flag.lower():
         return OOM
-    text = f"{entry.printed or '—'}{entry.mark}"
-    if entry.exact:
-        text += f" {entry.exact}"
-    return text
+    text = f"{cell.paper_text or '—'}{cell.paper_mark}"
+    return f"{text} {cell.paper_exact}" if cell.paper_exact else text
 
 
 def _format_ratio(ratio: float | None) -> str:
-    """Format a ratio; None is a dash."""
     return DASH if ratio is None else f"{format_number(ratio, 2)}×"
 
 
-def write_notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
+def write_notes(timings: Timings, cells: Sequence[Any], show: str = "both") -> list[str]:
     """Return the notes for readers: both devices, the base of ratios, a stand-in's scale, and missing rows.
 
-    entries: all cells of the table.
-    show: what the table shows, one of grid.SHOWS or ``beside``.
+    cells: both sides of all cells of the table.
     """
     bench = timings.bench
+    cells = [cell for cell in cells if cell.timed is not None]
     paper_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_describe_paper_models(timings)}."
     if show == "published":
-        return [paper_note, *_write_notes_on_printed(entries)]
-    cells = [entry.timed for entry in entries if entry.timed is not None]
+        return [paper_note, *_write_notes_on_printed(cells)]
     texts: list[str] = []
     if timings.any_measured:
         texts += _write_notes_on_ours(timings, show)
     else:
         # only the paper's ratios are shown; otherwise these brackets follow our ratio
         texts.append(paper_note.replace("N.NN×", "(N.NN×)", 1))
-    if any(INTEGRATED in cell.marks for cell in cells):
+    if any(INTEGRATED in cell.timed.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
-    if show == "ours":
-        # marks of printed values do not stand in this table, so leave out their notes
-        texts += _write_notes_on_printed([replace(entry, exact="", mark="") for entry in entries])
-    elif show != "delta":
-        texts += _write_notes_on_printed(entries)
+    if show != "delta":
+        # marks of printed values do not stand beside our side alone
+        texts += _write_notes_on_printed(cells, with_marks=show != "ours")
     # several columns show one row, so a set names each failure once
     failures = set()
-    for cell in cells:
-        if cell.status in (REFUSED, FAILED) and cell.row:
-            failures.add((cell.row["method"], cell.row["workload"], cell.reason))
+    for timed in timings.lines:
+        if timed.status in (REFUSED, FAILED) and timed.row:
+            failures.add((timed.row["method"], timed.row["workload"], timed.reason))
     texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
     for reason, names in _group_names_by_reason(timings).items():
         texts.append(f"— not run: {', '.join(names)}: {reason}")
-    if any(cell.status == MISSING for cell in cells):
+    if any(timed.status == MISSING for timed in timings.lines):
         texts.append(f"— not measured yet: {timings.command}")
     for device, count in timings.left_out.items():
         texts.append(f"Left out: {count} rows of {device}; a table shows one device.")
@@ -149,18 +111,16 @@ def write_notes(timings: Timings, entries: Sequence[CellView], show: str = "both
 
 
 def _group_names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
+    """Return the models, methods or datasets that are not run, each once in the table's order, by the reason."""
     names_by_reason: dict[str, dict[str, None]] = {}
-    for printed, cell in timings.cells.items():
-        if cell.status != NOT_RUN:
-            continue
-        # name an average as such, and any other cell by its method, unless a name is declared as not run
-        excluded = "avg" if printed.dataset == "avg" else printed.method
-        # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
-        for name in (printed.model, printed.method, printed.dataset):
-            if name in timings.bench.not_run:
-                excluded = name
-                break
-        names_by_reason.setdefault(cell.reason, {})[excluded] = None
+    for timed in timings.lines:
+        if timed.status == NOT_RUN:
+            printed = timed.printed
+            # the declaration excludes a cell by its model, method or dataset: name the one that it excludes, else an
+            # average as such, and any other cell by its method
+            names = [n for n in (printed.model, printed.method, printed.dataset) if n in timings.bench.not_run]
+            names.append("avg" if printed.dataset == "avg" else printed.method)
+            names_by_reason.setdefault(timed.reason, {})[names[0]] = None
     return names_by_reason
 
 
@@ -175,88 +135,75 @@ def _write_notes_on_ours(timings: Timings, show: str) -> Iterator[str]:
             f"Substitute model: ours is {ours} is {_describe_paper_models(timings)}. {ratio_text}. "
             "Only ratios compare, and of those the direction; no GPU took part."
         )
-        yield _write_scale(timings)
+        # a stand-in's workloads beside the paper's
+        scaled: dict[str, str] = {}
+        for timed in timings.lines:
+            if timed.row is not None:
+                scaled[bench.find_printed_workload(timed.printed)] = str(timed.row["workload"])
+        workloads = [name if name == paper else f"{name} for {paper}" for paper, name in scaled.items()]
+        scale = bench.stand_in.describe()
+        yield f"The substitute's workloads: {scale}. Prompt + new tokens x rows: {', '.join(workloads)}."
     else:
         yield f"Ours: {ours}: {_describe_paper_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_list_paper_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
-    yield _write_repeats([cell.row for cell in timings.cells.values() if cell.row is not None])
+    yield _write_repeats(timings)
     yield from _write_agreement(timings)
     for note in bench.notes:
         yield f"Ours: {note}."
 
 
-def _write_scale(timings: Timings) -> str:
-    bench = timings.bench
-    scaled_by_paper: dict[str, str] = {}
-    for printed, cell in timings.cells.items():
-        if cell.row is not None:
-            scaled_by_paper[bench.find_printed_workload(printed)] = str(cell.row["workload"])
-    workloads = []
-    for paper_workload, scaled in scaled_by_paper.items():
-        workloads.append(scaled if scaled == paper_workload else f"{scaled} for {paper_workload}")
-    scale = bench.stand_in.describe()
-    return f"The substitute's workloads: {scale}. Prompt + new tokens x rows: {', '.join(workloads)}."
-
-
-def _write_repeats(rows: Sequence[Row]) -> str:
+def _write_repeats(timings: Timings) -> str:
     # repeats of rows that ran as a whole, and (workload, method, batch) of rows that took as many prompts as fit
     repeats: set[int] = set()
     largest_batches: set[tuple[str, str, int]] = set()
-    for row in rows:
-        workload = str(row["workload"])
+    for row in timings.cells["row"]:
         # only a row that ran as a whole has a total time
-        if "total" in row["quantities"]:
+        if row is not None and "total" in row["quantities"]:
             repeats.add(int(row["quantities"]["total"].get("n", 1)))
             # a workload's name ends in its number of rows, or in ``max`` for as many as fit
-            if workload.endswith("xmax"):
-                largest_batches.add((workload, row["method"], row["batch"]))
-    fitted = ""
-    if largest_batches:
-        batches = [f"{method} {batch}" for _, method, batch in sorted(largest_batches)]
-        fitted = f" Rows that fit: {', '.join(batches)}."
+            if str(row["workload"]).endswith("xmax"):
+                largest_batches.add((str(row["workload"]), row["method"], row["batch"]))
+    batches = ", ".join(f"{method} {batch}" for _, method, batch in sorted(largest_batches))
+    fitted = f" Rows that fit: {batches}." if batches else ""
     counts = ", ".join(str(count) for count in sorted(repeats)) or "no"
     return f"Medians of {counts} repeats in shuffled order.{fitted}"
 
 
 def _write_agreement(timings: Timings) -> Iterator[str]:
     compared, agreeing = 0, 0
-    for printed, cell in timings.cells.items():
-        if cell.ratio is None or cell.published_ratio is None or printed.method == timings.bench.base:
+    for timed in timings.lines:
+        if timed.ratio is None or timed.published_ratio is None or timed.printed.method == timings.bench.base:
             continue
         # round as shown, to two digits, so that 1.00 agrees only with 1.00
-        our_ratio, paper_ratio = round(cell.ratio, 2), round(cell.published_ratio, 2)
+        ours, paper = round(timed.ratio, 2), round(timed.published_ratio, 2)
         compared += 1
         # both above 1, both below 1, or both exactly 1
-        if (our_ratio > 1) == (paper_ratio > 1) and (our_ratio < 1) == (paper_ratio < 1):
-            agreeing += 1
+        agreeing += (ours > 1) == (paper > 1) and (ours < 1) == (paper < 1)
     if compared:
         yield f"{agreeing} of {compared} ratios lie on the paper's side of 1."
 
 
-def _write_notes_on_printed(entries: Sequence[CellView]) -> Iterator[str]:
-    timed_entries = [entry for entry in entries if entry.timed is not None]
-    if any(_format_printed(entry) == OOM or entry.status == OOM for entry in timed_entries):
+def _write_notes_on_printed(cells: Sequence[Any], with_marks: bool = True) -> Iterator[str]:
+    if any(_format_printed(cell) == OOM or cell.status == OOM for cell in cells):
         yield "OOM: out of memory."
-    recomputed = [entry.exact for entry in entries if entry.exact]
+    if not with_marks:
+        return
+    recomputed = [cell.paper_exact for cell in cells if cell.paper_exact]
     if recomputed:
         yield f"✓: {recomputed.count('✓')} of {len(recomputed)} printed values follow from those beside them."
     for mark, text in (("?", "suspect"), ("~", "repaired")):
-        papers = [entry.timed.printed.paper for entry in entries if entry.timed is not None and entry.mark == mark]
+        papers = [cell.timed.printed.paper for cell in cells if cell.paper_mark == mark]
         if papers:
             # all cells of a table are of one paper
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{papers[0]})."
 
 
 def _describe_paper_models(timings: Timings) -> str:
-    models = []
-    for model in timings.table.models():
-        # published cells write ``unstated`` if the paper does not name its model
-        if model == "unstated":
-            models.append("a model that is not stated")
-        elif model:
-            models.append(model)
-    return f"{' and '.join(models)} on {' and '.join(_list_paper_devices(timings)) or timings.bench.device}"
+    # published cells write ``unstated`` if the paper does not name its model
+    names = {"unstated": "a model that is not stated"}
+    models = " and ".join(names.get(model, model) for model in timings.table.models() if model)
+    return f"{models} on {' and '.join(_list_paper_devices(timings)) or timings.bench.device}"
 
 
 def _list_paper_devices(timings: Timings) -> list[str]:

@@ -1,7 +1,8 @@
-"""The work that is left of papers' tables: which task of which run comes next, and how long it takes on one core."""
+"""The work that is left of papers' tables, of several as one run: which task comes next, and how long it takes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -95,3 +96,43 @@ def _measure_seconds(groups: Sequence[tuple[RunPlan, Group]]) -> tuple[dict[str,
                 read_s.setdefault(group.task.id, []).append(timing.prefill_s)
                 token_s.setdefault(group.task.id, []).append((timing.compress_s + timing.decode_s) / max(1, longest))
     return {task: fmean(s) for task, s in read_s.items()}, {task: fmean(s) for task, s in token_s.items()}
+
+
+def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
+    """Merge runs that read and answer alike into one run with the cells of all.
+
+    Runs of one model can differ in prompt policy or sampling, as tables of two papers do.
+    """
+    runs_by_policy: dict[str, list[RunPlan]] = {}
+    for run in runs:
+        cfg = run.cfg
+        # a model's record holds mappings and cannot be part of a key, but its text can
+        policy = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
+        runs_by_policy.setdefault(policy, []).append(run)
+    merged = []
+    for runs_alike in runs_by_policy.values():
+        first_run = runs_alike[0]
+        groups: list[Group] = []
+        for run in runs_alike:
+            groups.extend(run.groups)
+        # nothing else differs between the runs: their datasets and chains are in the groups
+        merged.append(replace(first_run, groups=_merge_groups(groups)))
+    return merged
+
+
+def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+    groups_by_task: dict[str, list[Group]] = {}
+    for group in groups:
+        # without its chain, a cell's identity describes task, prompts and sampling, in which a group's cells agree
+        first_cell = group.cells[0]
+        identity = {key: value for key, value in first_cell.identity.items() if key != "chain"}
+        task = json.dumps(identity, sort_keys=True, default=str)
+        groups_by_task.setdefault(task, []).append(group)
+    merged = []
+    for groups_alike in groups_by_task.values():
+        largest = max(groups_alike, key=lambda group: len(group.examples))
+        cell_by_id = {}
+        for group in groups_alike:
+            cell_by_id.update({cell.id: cell for cell in group.cells})
+        merged.append(replace(largest, cells=tuple(cell_by_id.values())))
+    return tuple(merged)

@@ -7,21 +7,22 @@ stands in for it on a CPU, at sizes that bench<N>.yaml scales down, and is measu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 
 from kvbench.base.errors import UsageError, unknown
-from kvbench.bench import architecture, records
+from kvbench.bench import architecture, records, request
 from kvbench.bench.records import Row
 from kvbench.kv.model_shape import Shape
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import Published, model_id
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import bench_spec, row_matching
-from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.plan import config
 
 KIND = "efficiency"
@@ -42,15 +43,24 @@ class Timings:
 
     bench: how the table is timed.
     file: the JSON lines with the rows.
-    cells: the timing of each printed cell.
+    cells: a line for each printed cell (``row_matching.TimedLine``), in the order of ``table.printed``.
     left_out: the number of rows by device, for devices that the table does not show.
     """
 
     table: TableSpec
     bench: bench_spec.BenchSpec
     file: Path
-    cells: Mapping[Published, TimedCell]
+    cells: pd.DataFrame
     left_out: Mapping[str, int]
+
+    @cached_property
+    def lines(self) -> list[Any]:
+        """The lines of ``cells``."""
+        return list(self.cells.itertuples())
+
+    def find_cell(self, printed: Published) -> Any:
+        """Return the line of a printed cell."""
+        return self.lines[self.table.printed.index(printed)]
 
     @property
     def stand_in(self) -> bool:
@@ -60,26 +70,21 @@ class Timings:
     @property
     def any_measured(self) -> bool:
         """True if any row of the table has run, even if it ran out of memory."""
-        return any(cell.status in DONE for cell in self.cells.values())
+        return bool(self.cells["status"].isin(DONE).any())
 
     @property
     def device(self) -> str:
         """The device of the measured rows, or '' without any."""
         # all rows are of one device (see ``row_matching.match_cells``)
-        for cell in self.cells.values():
-            if cell.row is not None:
-                return cell.device
-        return ""
+        return max(self.cells["device"])
 
     @property
     def command(self) -> str:
         """The command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
-        command = f"kvbench table {self.table.id}"
-        if self.bench.model != stand_ins.MODEL:
-            command += f" model={self.bench.model}"
-        return command
+        model = "" if self.bench.model == stand_ins.MODEL else f" model={self.bench.model}"
+        return f"kvbench table {self.table.id}{model}"
 
 
 def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
@@ -94,26 +99,17 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
     bench = bench_spec.load(table.paper, table.table)
     if not model:
         timings = read_timings(table, bench.model, results)
-        if timings.any_measured:
-            return timings
-        return read_timings(table, stand_ins.MODEL, results)
+        return timings if timings.any_measured else read_timings(table, stand_ins.MODEL, results)
     # the paper's models run at the paper's sizes on a GPU, other models at the stand-in's sizes on a CPU
     paper_models = {model_id(table.model_entry(name)) for name in table.models()}
-    paper_models.add(model_id(bench.model))
-    if model_id(model) not in paper_models:
+    if model_id(model) not in paper_models | {model_id(bench.model)}:
         bench = bench.scale_for(model)
-    folder = "cpu" if bench.scaled else "gpu"
-    file = results / folder / f"{bench.results}.jsonl"
+    file = results / ("cpu" if bench.scaled else "gpu") / f"{bench.results}.jsonl"
     rows = records.read_rows(file)
-    matched = row_matching.match_cells(bench, table.printed, rows)
-    cells = [_add_share_of_tokens(bench, cell, rows) for cell in matched]
-    return Timings(
-        table=table,
-        bench=bench,
-        file=file,
-        cells=dict(zip(table.printed, cells, strict=True)),
-        left_out=row_matching.count_others(bench, cells, rows),
-    )
+    cells = row_matching.match_cells(bench, table.printed, rows)
+    values = [_find_value(bench, cell, rows) for cell in cells.itertuples()]
+    cells["value"] = pd.Series(values, dtype=object)
+    return Timings(table, bench, file, cells, left_out=row_matching.count_others(bench, cells, rows))
 
 
 def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
@@ -130,8 +126,7 @@ def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
     whole prompt.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
-    per_query_head = "per=query_head" in row["method"].split()
-    stored_heads = shape.query_heads if per_query_head else shape.kv_heads
+    stored_heads = shape.query_heads if "per=query_head" in row["method"].split() else shape.kv_heads
     # bytes of one prompt's keys and values, under the heads of the method and of the full cache
     method_payload = shape.full_bytes(row["prompt"], itemsize, stored_heads)
     full_payload = shape.full_bytes(row["prompt"], itemsize, shape.kv_heads)
@@ -140,14 +135,14 @@ def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
     return float(row["quantities"][BYTES]["median"] / all_bytes)
 
 
-def _add_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
-        return cell
-    # a share of tokens needs the full cache of the same session
-    full = records.row_of_base(cell.row, rows)
-    if full is None or full["status"] != records.MEASURED:
-        return cell
-    return replace(cell, value=100 * compute_kept_share(cell.row, full, _read_shape(bench.model)))
+def _find_value(bench: bench_spec.BenchSpec, cell: Any, rows: Sequence[Row]) -> float | None:
+    is_share = bench.quantities.get(cell.printed.metric) == TOKENS
+    if is_share and cell.row is not None and cell.status == records.MEASURED:
+        # a share of tokens needs the full cache of the same session
+        full = records.row_of_base(cell.row, rows)
+        if full is not None and full["status"] == records.MEASURED:
+            return 100 * compute_kept_share(cell.row, full, _read_shape(bench.model))
+    return cell.value  # type: ignore[no-any-return]
 
 
 @cache
@@ -161,6 +156,36 @@ def is_table_key(key: str) -> bool:
     It takes results=, and each key of ``bench time`` that the table's declaration does not fix.
     """
     return key == "results" or key in KEYS
+
+
+def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
+    """Measure the missing rows of an efficiency table by ``bench time``, if the table shows a stand-in.
+
+    For the paper's own model this does nothing: a script times it on a GPU.
+
+    more: the user's arguments of ``bench time``, such as again=true. They replace the table's own.
+    plan: True to print the rows that would be measured, and measure none.
+    Raises UsageError for an argument that is not possible.
+    """
+    keys = {argument.partition("=")[0] for argument in more}
+    again = "again=true" in more
+    if not timings.stand_in:
+        if again:
+            raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
+        return
+    # ``again`` and ``plan`` concern rows that are measured already, too
+    workloads = row_matching.list_workloads(timings.bench, timings.cells, measured=again or plan)
+    if not workloads:
+        return
+    arguments = [a for a in timings.bench.list_arguments(workloads) if a.partition("=")[0] not in keys]
+    # the file that the table reads
+    arguments += [*more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
+    # a benchmark sets the number of threads for its process, but this process continues with other tables
+    threads = torch.get_num_threads()
+    try:
+        request.measure_rows(arguments, plan, beside=False)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def trace_number(timings: Timings, row: str, column: str) -> str:
@@ -179,29 +204,21 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
     # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
     stored_quantity = BYTES if quantity == TOKENS else row_matching.find_stored_quantity(quantity)
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
-    lines.extend(_describe_row(timings.file, "row", cell.row, stored_quantity))
-    if cell.base is not None:
-        lines.extend(_describe_row(timings.file, "base", cell.base, stored_quantity))
-    lines.extend(_describe_both_sides(cell))
-    return "\n".join(lines)
-
-
-def _describe_both_sides(cell: TimedCell) -> list[str]:
-    lines = []
+    for name, stored in (("row", cell.row), ("base", cell.base)):
+        if stored is not None:
+            lines += _describe_row(timings.file, name, stored, stored_quantity)
     unit = cell.printed.unit
     if cell.value is not None:
         lines.append(f"{cell.value:.6g} {unit} on {cell.device}")
     if cell.ratio is not None:
         lines.append(f"ratio {cell.ratio:.6g}")
     if cell.printed.value is not None:
-        line = f"printed {cell.printed.printed} {unit}"
-        if cell.published_ratio is not None:
-            line += f", ratio {cell.published_ratio:.6g}"
-        lines.append(line)
-    return lines
+        ratio = "" if cell.published_ratio is None else f", ratio {cell.published_ratio:.6g}"
+        lines.append(f"printed {cell.printed.printed} {unit}{ratio}")
+    return "\n".join(lines)
 
 
-def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
+def _find_cell(timings: Timings, row: str, column: str) -> Any:
     table = timings.table
     rows = [table_row for table_row in table.rows if table_row.name == row]
     if not rows:
@@ -209,14 +226,11 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
     columns = [table_column.name for table_column in table.columns]
     if column not in columns:
         raise unknown("column", column, columns)
-    cells = [timings.cells[table_row.cells[column]] for table_row in rows if column in table_row.cells]
+    cells = [timings.find_cell(table_row.cells[column]) for table_row in rows if column in table_row.cells]
     if not cells:
         raise UsageError(f"{row} has no {column} in {table.id}")
     # a row of this name under another model may be the measured one
-    for cell in cells:
-        if cell.row is not None:
-            return cell
-    return cells[0]
+    return next((cell for cell in cells if cell.row is not None), cells[0])
 
 
 def _describe_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:

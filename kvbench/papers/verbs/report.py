@@ -110,7 +110,7 @@ def _collect_page(
         audit=[],
         samples=answers,
         runs=runs,
-        own_figures=registry.read_drawn(own_folder(results, model)),
+        own_figures=page.read_pictures(registry.read_drawn(own_folder(results, model))),
         papers=papers,
         verdicts=cards.collect_verdicts(store),
     )
@@ -124,7 +124,7 @@ def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import figure_folder
     from kvbench.papers.forensics import audit
-    from kvbench.papers.report import tables
+    from kvbench.papers.report import page, tables
     from kvbench.papers.spec import stand_ins
 
     model = report.model
@@ -135,7 +135,7 @@ def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -
     return replace(
         report,
         tables=parts,
-        figures=registry.read_drawn(figure_folder(results, model)),
+        figures=page.read_pictures(registry.read_drawn(figure_folder(results, model))),
         claims=ledger.read_with_own(results),
         audit=audit(),
         paper_cells=tables.list_cells(parts, model, str(results), table_words),

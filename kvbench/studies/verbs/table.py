@@ -42,11 +42,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure the missing cells of a table and print it. Return exit status 1 if rows were refused."""
-    from kvbench.papers.measured import grid, page
+    from kvbench.papers.measured import page, text
     from kvbench.papers.spec import catalogue
     from kvbench.studies import own_tables
 
-    check_choice("value of --show", grid.SHOWS, args.show)
+    check_choice("value of --show", text.SHOWS, args.show)
     check_choice("value of --format", page.FORMATS, args.format)
     options = parse_pairs(args.overrides)
     # kvbench's own studies of all methods are no paper's tables
