@@ -33,6 +33,7 @@ from kvbench.engine.likelihood import compute_forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.core.chain import Chain
 from kvbench.models import checkpoint, traits
+from kvbench.models.fetch import own_packages
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
 from kvbench.report.unchanged import UNCHANGED, only_compresses
@@ -81,7 +82,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             raise UsageError(
                 f"batch_size={hf_options['batch_size']} is not possible: a kvbench cache is one prompt's, give 1"
             )
-        if pretrained in entries("model"):
+        if pretrained in entries("model") or pretrained in own_packages():
             # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
             device = hf_options.get("device", "auto") if torch.cuda.is_available() else "cpu"
             pretrained, hf_options["tokenizer"] = load_model(pretrained, device, hf_options.get("dtype", "auto"))

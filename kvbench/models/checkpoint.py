@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import logging as hf_logging
 
 from kvbench.base.errors import UsageError
 
@@ -62,3 +64,10 @@ def refusing_code(name: str) -> Iterator[None]:
             f"transformers {transformers.__version__} cannot read it without. kvbench runs no code of a checkpoint: "
             "use one of a family that transformers itself has, or a release of transformers that has this family"
         ) from None
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and advice, which would mix with kvbench's own lines."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,256 +1,218 @@
-"""Convert a Llama in a GGUF file to the folder that transformers reads, with the original model's tokenizer.
+"""Convert a GGUF file, the format of llama.cpp, to the folder that transformers reads, by transformers' own reader.
 
-GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset). Only
-float32 represents these products exactly, so weights are written as float32. GGUF stores the rows of the query and key
-projections in another order, with the pairs of a rotation side by side. The conversion restores transformers' order.
-The same GGUF gives the same bytes on every machine.
+Each quantised weight of a GGUF file is a scale times a small integer (plus an offset). Only float32 represents these
+products exactly, so weights are written as float32, and they are the same bytes with every release of transformers. A
+file of which transformers would leave out a part is refused, because the model would be another.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import json
-import os
+import math
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save
+import transformers
+from safetensors import SafetensorError
 
-from kvbench.base.errors import KvbenchError
+from kvbench.base.errors import KvbenchError, UsageError, headline
 from kvbench.base.extras import require
+from kvbench.models import checkpoint, traits, weights
+from kvbench.models.releases import READS_GGUF
 
-Fields = Mapping[str, Any]
-"""The fields of a GGUF file's header, by key."""
-WEIGHTS = "model.safetensors"
-FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
-"""The files that a conversion writes."""
-
-# _LAYER and _OUTSIDE map GGUF's names of tensors to those of transformers, within a layer and outside the layers
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRE_TOKENIZERS: Mapping[str, Mapping[str, object]] = {
-    # SmolLM's pre-tokenizer splits off single digits, and then splits by GPT-2's regular expression
-    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
-}
-"""Pre-tokenizers as tokenizer.json describes them, by the short name that GGUF gives them."""
-CONTROL = 3
-"""llama.cpp's type number for tokens that mark structure, such as the beginning of a message."""
+GPT2_SPLITS = ("gpt-2", "granite-docling", "jais", "mpt", "olmo", "trillion")
+"""The pre-tokenizers, by the names that GGUF gives them, that split a text by GPT-2's regular expression."""
+DIGITS_FIRST = ("codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder")
+"""The pre-tokenizers that split off single digits, and then split by GPT-2's regular expression."""
+TRIED_TOKENS = 64
+"""The number of tokens on which the logits of the converted model are compared with those of the GGUF."""
+TOLERANCE = 1e-4
+"""The largest difference of two logits that count as equal, absolute and relative to the logit."""
 
 
-def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+def convert(
+    path: Path, folder: Path, say: Callable[[str], None], known: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
     """Write the config, tokenizer and weights of the GGUF file ``path`` into ``folder``, which must exist.
 
-    ``say`` prints a line of progress. Raises UsageError if the package gguf is missing, KvbenchError if the file is no
-    GGUF of a Llama, and OSError if a file cannot be read or written.
-    """
-    require("gguf", "converting a GGUF file")
-    from gguf import GGUFReader
+    say: prints a line of progress.
+    known: the contents of the folder's JSON files by name, written in place of those that the installed release of
+        transformers makes of the GGUF. In tokenizer.json the vocabulary, merges and added tokens are filled in.
 
+    ``check_installed`` must have passed. Raises KvbenchError if the file cannot be converted, and OSError if a file
+    cannot be read or written.
+    """
     try:
-        reader = GGUFReader(str(path))
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        contents = _build_json_files(fields, {tensor.name for tensor in reader.tensors})
-    except OSError:
-        # the caller explains a file that cannot be opened or read
+        _convert(path, folder, say, known)
+    except KvbenchError:
         raise
     except Exception as error:
-        # the reader fails on a damaged file with errors of many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise KvbenchError(f"{path.name} is no GGUF file of a Llama that can be read: {reason}") from None
-    for name, content in contents.items():
-        # with an indent, each entry of the tokenizer's vocabulary would take a line
-        indent = None if name == "tokenizer.json" else 2
-        text = json.dumps(content, ensure_ascii=False, indent=indent)
-        _write_and_sync(folder / name, text.encode("utf-8"))
-    say(f"writing {len(reader.tensors)} tensors as float32")
-    query_heads = fields["llama.attention.head_count"]
-    kv_heads = fields["llama.attention.head_count_kv"]
-    # safetensors writes all tensors at once, so the whole model must be in memory as float32
-    weights = {}
+        # the system's errors have a number, and the caller explains them; transformers raises some without
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        # the readers fail on damaged and unknown files with errors of many types
+        raise KvbenchError(
+            f"{path.name} is no GGUF file that transformers {transformers.__version__} can read: {headline(error)}"
+        ) from None
+
+
+def check_installed() -> None:
+    """Raise UsageError, with the command that mends it, if a package that converts GGUF files is missing or too old."""
+    for package in ("gguf", "accelerate"):
+        require(package, "converting a GGUF file", extra="gguf")
+    if not READS_GGUF:
+        raise UsageError(
+            f"converting a GGUF file needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
+            "pip install -U transformers"
+        )
+
+
+def _convert(
+    path: Path, folder: Path, say: Callable[[str], None], known: Mapping[str, Mapping[str, Any]] | None
+) -> None:
+    """Do the work of ``convert``. Raises errors of many types."""
+    # imported here, because only a conversion needs them
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    checkpoint.silence_transformers()
+    reader = GGUFReader(str(path))
+    config = checkpoint.read_config(path.name, path.parent, gguf_file=path.name)
+    # transformers names the GGUF here, and would read it again
+    vars(config).pop("quantization_config", None)
+    _check_whole(path.name, reader, config)
+    say(f"reading {len(reader.tensors)} tensors as float32")
+    # a bar of its own, which transformers has no switch for
+    with redirect_stderr(io.StringIO()):
+        model, info = checkpoint.read(
+            AutoModelForCausalLM,
+            path.name,
+            path.parent,
+            gguf_file=path.name,
+            config=config,
+            dtype=torch.float32,
+            # otherwise weights may stay packed on a machine with a GPU
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"it has no {missing[0]}")
+    ids = torch.arange(TRIED_TOKENS).unsqueeze(0) * (config.vocab_size // TRIED_TOKENS)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    _add_end_tokens(reader, model.generation_config)
+    tokenizer = checkpoint.read(AutoTokenizer, path.name, path.parent, gguf_file=path.name)
+    _set_splits(path.name, reader, tokenizer, say)
+    say(f"writing {folder.name}")
+    # transformers refuses to save a model that it read from a GGUF
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise KvbenchError(f"the weights could not be written to {folder}: {headline(error)}") from None
+    # safetensors lets only the owner read its files
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)
+    del model
+    if known is None:
+        tokenizer.save_pretrained(folder)
+    else:
+        _write_known(folder, known, json.loads(tokenizer.backend_tokenizer.to_str()))
+    options = {"config": checkpoint.read_config(path.name, folder), "dtype": torch.float32}
+    with torch.inference_mode():
+        actual = weights.read_weights(path.name, str(folder), **options).eval()(ids).logits
+    # a NaN equals nothing
+    if not torch.allclose(actual, expected, TOLERANCE, TOLERANCE):
+        raise ValueError("the converted model has other logits than the GGUF")
+
+
+def _check_whole(name: str, reader: Any, config: Any) -> None:
+    """Raise KvbenchError unless transformers' model of ``config`` takes up all that the GGUF file states.
+
+    name: the file's name, for messages.
+    reader: the GGUFReader of the file.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    parts = _read(reader, "split.count", 1)
+    if parts > 1:
+        raise KvbenchError(f"{name} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
+    try:
+        traits.of_config(config)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    scaling = {key: field.contents() for key, field in reader.fields.items() if ".rope.scaling." in key}
+    rotation = str(getattr(config, "rope_parameters", None))
+    if any(key.endswith(".factor") and value != 1 for key, value in scaling.items()) and "factor" not in rotation:
+        raise KvbenchError(f"{name} scales its rotations ({scaling}), which transformers leaves out of its config")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    taken = sum(parameter.numel() for parameter in model.parameters())
+    stored = 0
     for tensor in reader.tensors:
-        # the name comes first, because its translation refuses tensors of other models
-        name = _translate_weight_name(tensor.name)
-        values = _dequantise(tensor, query_heads, kv_heads)
-        # little-endian float32, whatever the machine's own order of bytes
-        weights[name] = np.ascontiguousarray(values, dtype="<f4")
-    _write_and_sync(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
+        # some files repeat the embedding as the output
+        if not (tensor.name == "output.weight" and config.tie_word_embeddings):
+            stored += math.prod(int(size) for size in tensor.shape)
+    if taken != stored:
+        raise KvbenchError(
+            f"{name} holds {stored:,} weights, and transformers' {type(model).__name__} has {taken:,}: it would be "
+            "another model. (Files of Llama 3.1 and later have rope_freqs.weight, which transformers leaves out)"
+        )
 
 
-def _build_json_files(fields: Fields, tensors: set[str]) -> dict[str, dict[str, object]]:
-    """Return {file name: content} of the JSON files to write.
+def _add_end_tokens(reader: Any, generation_config: Any) -> None:
+    """Add the tokens at which a turn or a message ends, if the GGUF file states them, to those that end an answer."""
+    stated = {_read(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")} - {None}
+    ends = generation_config.eos_token_id
+    own = set(ends) if isinstance(ends, list) else {ends} - {None}
+    if stated - own:
+        generation_config.eos_token_id = sorted(own | stated)
 
-    fields: the metadata of the GGUF file, by key.
-    tensors: the names of the file's tensors.
 
-    Raises ValueError for another architecture or tokenizer, and KeyError for a field that is missing.
+def _set_splits(name: str, reader: Any, tokenizer: Any, say: Callable[[str], None]) -> None:
+    """Let the tokenizer split off single digits if the GGUF file says so. Tell the user if the splits are a guess.
+
+    transformers splits by GPT-2's regular expression if it does not know the pre-tokenizer that the file names.
+
+    name: the file's name, for the message.
     """
-    if fields.get("general.architecture") != "llama":
-        raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
-    if fields["tokenizer.ggml.model"] != "gpt2" or fields["tokenizer.ggml.pre"] not in PRE_TOKENIZERS:
-        raise ValueError(f"its tokenizer is of an unknown kind, {fields['tokenizer.ggml.pre']!r}")
-    special_ids: dict[str, int] = {
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-    }
-    # a model without a padding token pads with the end of a sequence
-    special_ids["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", special_ids["eos_token_id"])
-    return {
-        "config.json": _build_config(fields, tensors, special_ids),
-        "generation_config.json": dict(special_ids),
-        "tokenizer.json": _build_tokenizer(fields),
-        "tokenizer_config.json": _build_tokenizer_config(fields, special_ids),
-    }
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    kind = _read(reader, "tokenizer.ggml.pre")
+    backend = tokenizer.backend_tokenizer
+    if _read(reader, "tokenizer.ggml.model") != "gpt2" or not isinstance(backend.pre_tokenizer, ByteLevel):
+        return
+    if kind in DIGITS_FIRST:
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    elif kind not in GPT2_SPLITS:
+        say(
+            f"{name} names the pre-tokenizer {kind}, which transformers {transformers.__version__} does not know: it "
+            "splits texts as GPT-2 does, and the tokens may differ from the original model's"
+        )
 
 
-def _build_config(fields: Fields, tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
-    """Return the content of config.json.
-
-    fields: the metadata of the GGUF file, by key.
-    tensors: the names of the file's tensors.
-    special_ids: the ids of the tokens for beginning, end and padding, by their keys in config.json.
-    """
-    tokens = fields["tokenizer.ggml.tokens"]
-    heads = fields["llama.attention.head_count"]
-    width = fields["llama.embedding_length"]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": width,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        # newer files state the head dimension; without it, the heads divide the width
-        "head_dim": fields.get("llama.attention.key_length", width // heads),
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": _shorten_float(fields["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shorten_float(fields["llama.rope.freq_base"]),
-        # a model without an output matrix of its own uses that of the embedding
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "vocab_size": len(tokens),
-        "dtype": "float32",
-    }
-    return config | special_ids
+def _write_known(folder: Path, known: Mapping[str, Mapping[str, Any]], built: Mapping[str, Any]) -> None:
+    """Write the JSON files in ``known``, by name, with the tokens of the tokenizer ``built`` from the GGUF."""
+    for name, content in known.items():
+        filled, indent = dict(content), 2
+        if name == "tokenizer.json":
+            model = built["model"]
+            merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+            filled["model"] = content["model"] | {"vocab": model["vocab"], "merges": merges}
+            filled["added_tokens"] = built["added_tokens"]
+            # with an indent, each entry of the vocabulary would take a line
+            indent = None
+        (folder / name).write_text(json.dumps(filled, ensure_ascii=False, indent=indent), encoding="utf-8")
 
 
-def _build_tokenizer(fields: Fields) -> dict[str, object]:
-    """Return the content of tokenizer.json, which the tokenizers library reads. ``fields`` is the file's metadata."""
-    tokens = fields["tokenizer.ggml.tokens"]
-    # control tokens such as <|im_end|> must never be split, so the tokenizer gets them as added tokens
-    special_tokens: list[dict[str, object]] = []
-    for i, (token, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)):
-        if kind == CONTROL:
-            special_token = {
-                "id": i,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            special_tokens.append(special_token)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special_tokens,
-        "normalizer": None,
-        "pre_tokenizer": PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]],
-        "post_processor": None,
-        "decoder": _BYTES | {"add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": fields["tokenizer.ggml.merges"],
-        },
-    }
-
-
-def _build_tokenizer_config(fields: Fields, special_ids: dict[str, int]) -> dict[str, object]:
-    """Return the content of tokenizer_config.json, which transformers reads.
-
-    fields: the metadata of the GGUF file, by key.
-    special_ids: the ids of the tokens for beginning, end and padding, by their keys in config.json.
-    """
-    tokens = fields["tokenizer.ggml.tokens"]
-    return {
-        # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields["llama.context_length"],
-        "clean_up_tokenization_spaces": False,
-        "bos_token": tokens[special_ids["bos_token_id"]],
-        "eos_token": tokens[special_ids["eos_token_id"]],
-        "pad_token": tokens[special_ids["pad_token_id"]],
-        "unk_token": tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)],
-        "chat_template": fields["tokenizer.chat_template"],
-    }
-
-
-def _shorten_float(value: float) -> float:
-    """Return the shortest decimal that rounds to the same float32, such as 1e-05 for 9.999999747e-06."""
-    return float(str(np.float32(value)))
-
-
-def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
-    """Return the values of a GGUF tensor as a float32 array, with rows in transformers' order.
-
-    Only the query and key projections, of ``query_heads`` and ``kv_heads`` heads, have another order in GGUF.
-    """
-    from gguf import dequantize
-
-    values = dequantize(tensor.data, tensor.tensor_type)
-    # the name is such as blk.0.attn_q.weight
-    weight = tensor.name.split(".")[-2]
-    heads = {"attn_q": query_heads, "attn_k": kv_heads}.get(weight)
-    if heads is None:
-        return values
-    rows, columns = values.shape
-    # Pair i of a head has the rows 2i and 2i + 1 in llama.cpp, which stores pairs side by side, and the rows i and
-    # i + D / 2 in transformers, which rotates by halves: [H, D / 2, 2, d] -> [H, 2, D / 2, d]
-    pairs = values.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.swapaxes(1, 2).reshape(rows, columns)
-
-
-def _translate_weight_name(name: str) -> str:
-    """Return transformers' name for the tensor that GGUF calls ``name``.
-
-    Raises KvbenchError for a tensor that a Llama does not have.
-    """
-    # within a layer the name is such as blk.0.attn_q.weight, outside the layers such as output.weight
-    *layer, module, kind = name.split(".")
-    if kind == "weight" and not layer and module in _OUTSIDE:
-        return f"{_OUTSIDE[module]}.weight"
-    if kind == "weight" and layer[:1] == ["blk"] and module in _LAYER:
-        return f"model.layers.{layer[1]}.{_LAYER[module]}.weight"
-    raise KvbenchError(f"its tensor {name} is none of a Llama's")
-
-
-def _write_and_sync(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk, because its checksum will be trusted later."""
-    with path.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+def _read(reader: Any, key: str, default: Any = None) -> Any:
+    """Return the value of a GGUF file's field, or ``default`` if the file does not have the field."""
+    field = reader.get_field(key)
+    return default if field is None else field.contents()

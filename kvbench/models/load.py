@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -20,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as hf_logging
 
 from kvbench.base.conf import LISTED, check, entries
 from kvbench.base.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
@@ -89,6 +87,9 @@ def locate(cfg: ModelConfig) -> ModelSource:
         return _check_folder(cfg, folder)
     if cfg.path.startswith(fetch.SCHEME):
         return _check_folder(cfg, fetch.folder_of(cfg.path.removeprefix(fetch.SCHEME)))
+    # a name that the user gave to a GGUF; PATH/NAME means a folder
+    if cfg.path in fetch.own_packages():
+        return _check_folder(cfg, fetch.folder_of(cfg.path))
     folder = Path(cfg.path).expanduser()
     try:
         exists = folder.exists()
@@ -114,7 +115,7 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
 
     Raises UsageError with the reason if it cannot be loaded.
     """
-    _silence_transformers()
+    checkpoint.silence_transformers()
     folder = Path(source.location)
     # transformers' own errors do not say that the vocabulary is missing, and some releases make an empty tokenizer
     if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
@@ -176,7 +177,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
     """
     # errors below may come from a package that is newer than the newest tried release
     tell_untried()
-    _silence_transformers()
+    checkpoint.silence_transformers()
     _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)
     try:
@@ -501,10 +502,3 @@ def _revision_option(source: ModelSource) -> dict[str, Any]:
     if source.revision:
         return {"revision": source.revision}
     return {}
-
-
-def _silence_transformers() -> None:
-    """Turn off transformers' progress bars and advice, which would mix with kvbench's own lines."""
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)

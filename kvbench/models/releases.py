@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import transformers
 from transformers import cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -99,3 +100,7 @@ def _minor_version(release: str) -> tuple[int, ...]:
     """Return (major, minor) of a version such as 5.24.0, 2.13.0+cpu or 5.25.0.dev0."""
     # patch releases are taken to change nothing
     return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+
+
+READS_GGUF = _minor_version(transformers.__version__) >= (5, 23)
+"""True if the installed release of transformers builds the tokenizers of GGUF files as llama.cpp does."""

