@@ -211,7 +211,7 @@ def test_methods_that_reach_into_local_layers_are_refused(family):
     Chain((ReadsModules(kv_size=8),)).check_model(traits.of_model(build("qwen3")))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "cohere2"])
+@pytest.mark.parametrize("family", ["gemma2", "cohere2", "llama4_text"])
 def test_low_rank_methods_factor_the_layers_that_attend_everything(family):
     """At full rank the cache of latents answers as the model; the local layers keep projections of their own."""
     model, ids = build(family), prompt(70)
