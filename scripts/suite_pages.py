@@ -11,7 +11,7 @@ from kvbench.base.formatting import format_number
 from kvbench.report import writers
 from kvbench.suite import card, definition
 from kvbench.suite.definition import FULL
-from kvbench.suite.folder import CARD, CLOSED, PICTURE, RESULTS, SAMPLES
+from kvbench.suite.folder import CARD, PICTURE, RESULTS, SAMPLES
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "results" / definition.FOLDER
@@ -66,7 +66,7 @@ def _introduction() -> Iterator[str]:
 
 
 def _table(suite: definition.Suite, committed: Sequence[dict[str, Any]]) -> str:
-    heads = ["method", "budget", "mean", *(part.name for part in suite.parts)]
+    heads = ["method", "model", "budget", "mean", *(part.name for part in suite.parts)]
     heads += ["bytes %", "rank", "division", "by", "commit", "evidence"]
     lines = []
     for row in sorted(committed, key=lambda row: (row["budget"], row["rank"] or len(committed), -(row["mean"] or 0.0))):
@@ -81,11 +81,7 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
         mean = "nothing compressed"
     elif row["mean"] is not None:
         mean = card.write_score(row["mean"], row["ci"], mark)
-    # rows of the closed division have the suite's own model
-    division = row["division"]
-    if division != CLOSED:
-        division += f": {row['model']}"
-    cells = [row["name"], f"1/{row['budget']}", mean]
+    cells = [row["name"], row["model"], f"1/{row['budget']}", mean]
     for part in suite.parts:
         score = row["parts"].get(part.name)
         cells.append("" if score is None else _number(score["retained"]))
@@ -95,7 +91,7 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
     cells += [
         format_number(row["bytes"]),
         str(row["rank"] or ""),
-        division,
+        row["division"],
         row["contributor"] or "kvbench",
     ]
     return [*cells, commits, evidence]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration")
 """Keys of `run` that change no result and that the suite passes on."""
-COUNTS = ("bytes", "compressed")
-"""What a budget counts: the bytes of all layers, or of those that methods compress."""
 SHARD_KEYS = ("shard", "shards")
 """Keys of `run` by which several processes share the prompts."""
 
@@ -55,7 +52,6 @@ def main(args: argparse.Namespace) -> int:
     options = parse_pairs(args.overrides, example="method=snapkv or edition=quick")
     edition = check_choice("edition", EDITIONS, options.pop("edition", FULL))
     suite = definition.load(args.suite, edition)
-    suite = replace(suite, counts=check_choice("counts", COUNTS, options.pop("counts", suite.counts)))
     if args.lock:
         return _write_lock(suite)
     methods = split_list(options.pop("method", ""))
@@ -171,14 +167,14 @@ def _describe_plan(run: SuiteRun) -> Iterator[str]:
 
 
 def _choose_division(run: SuiteRun, settings: Mapping[str, object]) -> str:
-    """Return the division of a run: open if it names a model or counts other bytes, else closed.
+    """Return the division of a run: open if it names a model, else closed.
 
     Raises UsageError for a closed run whose prompts or checkpoint are not those of the suite's lock.
     """
     from kvbench.suite import lock
     from kvbench.suite.folder import CLOSED, OPEN
 
-    if "model" in settings or run.suite.counts != definition.load(run.suite.name, run.suite.edition).counts:
+    if "model" in settings:
         return OPEN
     differences = lock.list_differences(run.suite, run, lock.hash_run(run))
     if differences:
