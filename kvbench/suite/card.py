@@ -164,6 +164,11 @@ def write_notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
         "back, as the kept tokens lie (in place), and if each head's kept tokens are moved together (compacted).",
     ]
+    if suite.counts == "compressed":
+        lines.append(
+            "Budgets count the bytes of the layers that methods compress, and bytes % those of all layers: the others "
+            "hold windows, which formats alone compress."
+        )
     lines += _note_parts(suite, scored)
     # random tokens have no interval by definition
     if any(entry.mean is not None and entry.ci is None and entry.role != CHANCE for entry in scored):
