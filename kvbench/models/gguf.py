@@ -46,6 +46,12 @@ def convert(
     ``check_installed`` must have passed. Raises KvbenchError if the file cannot be converted, and OSError if a file
     cannot be read or written.
     """
+    release = f"transformers {transformers.__version__}"
+    # earlier releases build some tokenizers wrongly, which the checksums of known files reveal
+    if not READS_GGUF and known is None:
+        raise UsageError(
+            f"{path.name} needs transformers 5.23 or newer, and this is {release}: pip install -U transformers"
+        )
     try:
         _convert(path, folder, say, known)
     except KvbenchError:
@@ -55,20 +61,14 @@ def convert(
         if isinstance(error, OSError) and error.errno is not None:
             raise
         # the readers fail on damaged and unknown files with errors of many types
-        raise KvbenchError(
-            f"{path.name} is no GGUF file that transformers {transformers.__version__} can read: {headline(error)}"
-        ) from None
+        hint = "" if READS_GGUF else ". It may need transformers 5.23 or newer"
+        raise KvbenchError(f"{path.name} is no GGUF file that {release} can read: {headline(error)}{hint}") from None
 
 
 def check_installed() -> None:
-    """Raise UsageError, with the command that mends it, if a package that converts GGUF files is missing or too old."""
+    """Raise UsageError, with the command that mends it, if a package that converts GGUF files is missing."""
     for package in ("gguf", "accelerate"):
         require(package, "converting a GGUF file", extra="gguf")
-    if not READS_GGUF:
-        raise UsageError(
-            f"converting a GGUF file needs transformers 5.23 or newer, and {transformers.__version__} is installed: "
-            "pip install -U transformers"
-        )
 
 
 def _convert(
@@ -78,7 +78,7 @@ def _convert(
     # imported here, because only a conversion needs them
     import torch
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     checkpoint.silence_transformers()
     reader = GGUFReader(str(path))
@@ -86,6 +86,8 @@ def _convert(
     # transformers names the GGUF here, and would read it again
     vars(config).pop("quantization_config", None)
     _check_whole(path.name, reader, config)
+    # releases that can leave weights packed, on a GPU, have this class
+    unpack = transformers.GgufConfig(dequantize=True) if READS_GGUF else None
     say(f"reading {len(reader.tensors)} tensors as float32")
     # a bar of its own, which transformers has no switch for
     with redirect_stderr(io.StringIO()):
@@ -96,8 +98,7 @@ def _convert(
             gguf_file=path.name,
             config=config,
             dtype=torch.float32,
-            # otherwise weights may stay packed on a machine with a GPU
-            quantization_config=GgufConfig(dequantize=True),
+            quantization_config=unpack,
             output_loading_info=True,
         )
     if missing := sorted(info["missing_keys"]):
@@ -124,9 +125,10 @@ def _convert(
         tokenizer.save_pretrained(folder)
     else:
         _write_known(folder, known, json.loads(tokenizer.backend_tokenizer.to_str()))
-    options = {"config": checkpoint.read_config(path.name, folder), "dtype": torch.float32}
+    config = checkpoint.read_config(path.name, folder)
+    converted = weights.read_weights(path.name, str(folder), config=config, dtype=torch.float32)
     with torch.inference_mode():
-        actual = weights.read_weights(path.name, str(folder), **options).eval()(ids).logits
+        actual = converted.eval()(ids).logits
     # a NaN equals nothing
     if not torch.allclose(actual, expected, TOLERANCE, TOLERANCE):
         raise ValueError("the converted model has other logits than the GGUF")
@@ -206,7 +208,8 @@ def _write_known(folder: Path, known: Mapping[str, Mapping[str, Any]], built: Ma
             model = built["model"]
             merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
             filled["model"] = content["model"] | {"vocab": model["vocab"], "merges": merges}
-            filled["added_tokens"] = built["added_tokens"]
+            # earlier releases add tokens of other models
+            filled["added_tokens"] = [token for token in built["added_tokens"] if token["content"] in model["vocab"]]
             # with an indent, each entry of the vocabulary would take a line
             indent = None
         (folder / name).write_text(json.dumps(filled, ensure_ascii=False, indent=indent), encoding="utf-8")
