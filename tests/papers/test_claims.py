@@ -295,7 +295,7 @@ def test_budgets_by_dataset_are_those_of_the_paper():
     """Section 5.2 of Q-Hitter: 5, 2.5 and 2 times fewer tokens; all three ran at a fifth."""
     (three, _) = (t for t in claims.make_tables_of_sides(claims.load("qhitter")))
     ours = plan.prepare(three, "tiny", ["limit=1"])
-    line = next(x for x in ours.lines if x.row.name == "qhitter bits=4")
+    line = next(x for x in ours.lines if x.name == "qhitter bits=4")
     stages = {d: line.chain_of(d).stages[0] for d in ("xsum", "cnn_dailymail", "mdqa")}
     assert (stages["xsum"].heavy_ratio, stages["xsum"].recent_ratio) == (0.15, 0.05)
     assert (stages["cnn_dailymail"].kv_ratio, stages["mdqa"].kv_ratio) == (0.4, 0.5)

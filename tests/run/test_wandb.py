@@ -15,6 +15,7 @@ from support.runs import SMALL, metrics_of, prepare
 
 from kvbench.cli.main import main
 from kvbench.papers.figures import registry
+from kvbench.papers.figures.draw import Head
 from kvbench.plan.config import LoggerConfig
 from kvbench.report.heatmap import BAR, COUNTED, DEPTH, build_map, draw_map, score_silence
 from kvbench.run import experiment
@@ -136,8 +137,10 @@ def test_a_needle_that_silence_scores_is_counted_as_in_the_figure(tmp_path):
 
 def test_a_map_has_the_words_of_the_figure():
     figure = registry.FIGURES["needle/heatmap"]
-    (panel,) = figure.picture.panels
-    assert (figure.note, panel.bar, panel.ylabel) == (COUNTED, BAR, DEPTH) and tuple(panel.limits) == (0, 100)
+    cells = [{"series": "full", "length": n, "depth": d, "found": 50.0, "mean": "50 %"} for n in (1, 2) for d in (0, 9)]
+    axes, bar = figure.drawing(pd.DataFrame(cells), Head()).axes
+    assert (figure.note, bar.get_ylabel(), axes.get_ylabel()) == (COUNTED, BAR, DEPTH)
+    assert axes.images[0].get_clim() == (0, 100)
 
 
 def test_a_service_that_does_not_answer_costs_one_warning_and_nothing_measured(tmp_path, monkeypatch, capsys):

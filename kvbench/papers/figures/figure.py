@@ -20,7 +20,8 @@ from matplotlib.figure import Figure as Canvas
 
 from kvbench.base.errors import UsageError
 from kvbench.papers.figures import names
-from kvbench.papers.figures.panels import Picture
+from kvbench.papers.figures.draw import Head
+from kvbench.papers.figures.pictures import Drawing
 from kvbench.papers.figures.sweep import Sweep
 from kvbench.papers.spec import stand_ins
 from kvbench.report.style import styled
@@ -113,7 +114,7 @@ class Figure:
     claim: the paper's reading of its own figure.
     unsaid: points that the paper leaves open, and the choices made here.
     columns: the columns of the data in the CSV.
-    picture: the drawing.
+    drawing: the function that draws the data as ``prepare`` returns them.
     compute, facts, prepare, complete: the functions of ``Code``.
     note: the end of the note below the heading. It is a format with names of columns, for the first row of the data.
     knobs: the figure's options with their defaults; None stands for the default in ``shows``.
@@ -129,7 +130,7 @@ class Figure:
     claim: str
     unsaid: str
     columns: tuple[str, ...]
-    picture: Picture
+    drawing: Drawing
     # figures differ in these functions, so they are fields of one class instead of methods of a class for each figure
     compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
@@ -166,7 +167,7 @@ class Figure:
         prepared = self.prepare(data)
         # str.capitalize would lower all other letters, as those of KL
         heading = self.title[:1].upper() + self.title[1:]
-        return self.picture.draw(prepared, heading, self._compose_note(data, prepared, csv_facts))
+        return self.drawing(prepared, Head(heading, self._compose_note(data, prepared, csv_facts)))
 
     def _compose_note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
         # a part that the figure does not have is ''
@@ -213,7 +214,7 @@ class Figure:
         data = self.parse(text)
         with styled():
             canvas = self.draw(data, facts_of(text))
-            # the layout of ``Picture.draw`` is kept for both files
+            # the layout of the drawing is kept for both files
             canvas.set_layout_engine("none")
             for ax in canvas.axes:
                 # the last bits of a position depend on what was drawn before, and ids in an SVG depend on positions

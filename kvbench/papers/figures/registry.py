@@ -15,11 +15,9 @@ from typing import Any
 import pandas as pd
 
 from kvbench.base.errors import unknown
-from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
+from kvbench.papers.figures import declared, fidelity, pictures, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Fact, Figure, facts_of
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure
-from kvbench.papers.figures.panel import Panel
-from kvbench.papers.figures.panels import Picture
 from kvbench.papers.figures.sweep import Point, Sweep
 
 CODE: dict[str, Code] = {}
@@ -36,7 +34,6 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
             default = tuple(default)
         knobs[knob] = default
     columns = tuple(entry.pop("columns", COLUMNS))
-    picture = _build_picture(entry.pop("picture"))
     if "sweeps" in entry:
         # a figure of measured scores needs no code of its own
         code = CODE.get(name, Code())
@@ -54,7 +51,7 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
         id=name,
         columns=columns,
         knobs=knobs,
-        picture=picture,
+        drawing=pictures.DRAWINGS.get(name, pictures.draw_scores),
         compute=code.compute,  # type: ignore[arg-type]
         facts=code.facts,
         prepare=code.prepare,
@@ -73,13 +70,6 @@ def _extend_score_code(code: Code, tasks: str, fact_tables: Sequence[scores.Fact
         return code.prepare(scores.choose_rows(data, tasks))
 
     return Code(MeasuredFigure.frame, facts, prepare, code.complete)
-
-
-def _build_picture(entry: dict[str, Any]) -> Picture:
-    beside_entry = entry.pop("beside", None)
-    beside = _build_picture(beside_entry) if beside_entry else None
-    panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
-    return Picture(panels=panels, beside=beside, **entry)
 
 
 def _build_sweep(entry: dict[str, Any]) -> Sweep:

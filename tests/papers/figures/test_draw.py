@@ -7,9 +7,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvbench.papers.figures import registry
+from kvbench.papers.figures.draw import Head, Sheet, bars, heat, lines, mark_x, reverse_x, set_x, set_y
 from kvbench.papers.figures.figure import Fact, join_facts
-from kvbench.papers.figures.panel import Panel
-from kvbench.papers.figures.panels import Picture
 from kvbench.report import looks, style
 
 DATA = pd.DataFrame(
@@ -21,20 +20,28 @@ DATA = pd.DataFrame(
     ],
     columns=["task", "series", "x", "y", "low", "high"],
 )
-LINES = Panel("lines", "x", "y", hue="series", low="low", high="high", level={"series": "full"}, title="{task} of {x}")
+ENDS = ("low", "high")
 
 
-def axes(panels, data=DATA, **kwargs):
-    """The axes of a picture, drawn as far as a layout."""
+def draw(data, draw_panel, width=6, height=2, head=Head(), **layout):
+    """The drawing of a sheet and its axes, as far as a layout; ``draw_panel`` draws the panels of each place."""
     with style.styled():
-        fig = Picture(tuple(panels), 6, 2, **kwargs).draw(data)
+        sheet = Sheet(data, head, width, height, **layout)
+        for panels in sheet.places:
+            draw_panel(*panels)
+        fig = sheet.finish()
         FigureCanvasAgg(fig)
         fig.draw_without_rendering()
     return fig, fig.axes
 
 
+def draw_series(panel):
+    lines(panel, "x", "y", "series", interval=ENDS, level=True)
+    panel.label("{task} of {x}".format(**panel.named))
+
+
 def test_a_line_for_each_series_and_the_full_cache_as_a_level():
-    fig, (remaining, right) = axes([LINES], columns="task")
+    fig, (remaining, right) = draw(DATA, draw_series, columns="task")
     assert [t.get_title(loc="left") for t in (remaining, right)] == ["(a) a of 1", "(b) b of 1"]
     level, first, second = remaining.get_lines()
     assert set(level.get_ydata()) == {10} and level.get_linestyle() == "--"
@@ -44,7 +51,7 @@ def test_a_line_for_each_series_and_the_full_cache_as_a_level():
 
 
 def test_three_lines_have_bars_beside_each_other_at_a_budget():
-    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", low="low", high="high")])
+    _, (ax,) = draw(DATA, lambda panel: lines(panel, "x", "y", "series", interval=ENDS))
     assert len(ax.containers) == 3 and not [c for c in ax.collections if isinstance(c, mpl.collections.PolyCollection)]
     starts = [line.get_xdata()[0] for line in ax.get_lines() if len(line.get_xdata())]
     assert len(set(starts)) == 3 and max(starts) - min(starts) == pytest.approx(0.05)
@@ -53,7 +60,7 @@ def test_three_lines_have_bars_beside_each_other_at_a_budget():
 def test_a_method_has_its_own_look_and_printed_name_wherever_it_stands():
     data = DATA.replace({"series": {"s": "snapkv", "t": "h2o+vatp"}})
     for order in (data, data.iloc[::-1]):
-        _, (ax,) = axes([Panel("lines", "x", "y", hue="series")], order)
+        _, (ax,) = draw(order, lambda panel: lines(panel, "x", "y", "series"))
         by_name = {line.get_label(): line for line in ax.get_lines()}
         assert set(by_name) == {"full cache", "SnapKV", "H2O + VATP"}
         assert by_name["SnapKV"].get_color() == looks.METHODS["snapkv"].color
@@ -62,82 +69,87 @@ def test_a_method_has_its_own_look_and_printed_name_wherever_it_stands():
 
 def test_a_task_that_the_model_fails_has_no_lines():
     data = DATA.assign(n=8, low=0.0).assign(y=DATA["y"].where(DATA["series"] != "full", 1.0))
-    panel = Panel("lines", "x", "y", hue="series", low="low", high="high", level={"series": "full"}, fails=True)
-    _, (ax,) = axes([panel], data)
+    _, (ax,) = draw(data, lambda panel: lines(panel, "x", "y", "series", interval=ENDS, level=True, fails=True))
     assert "the model fails" in ax.texts[0].get_text() and not ax.axison
     assert all(np.isnan(line.get_ydata()).all() for line in ax.get_lines())
 
 
 def test_a_heading_and_a_note_stand_above_the_panels():
-    with style.styled():
-        fig = Picture((LINES,), 3, 2).draw(DATA, "What is shown", "a model · n = 8")
-        FigureCanvasAgg(fig)
-        fig.draw_without_rendering()
+    fig, axes = draw(DATA, draw_series, width=3, head=Head("What is shown", "a model · n = 8"))
     heading, (note,) = fig._suptitle, [artist for artist in fig.artists if isinstance(artist, mpl.text.Annotation)]
     assert heading.get_text().strip() == "What is shown" and note.get_text() == "a model · n = 8"
-    assert fig.axes[0].get_tightbbox().y1 <= note.get_window_extent().y0 < heading.get_window_extent().y1
+    assert axes[0].get_tightbbox().y1 <= note.get_window_extent().y0 < heading.get_window_extent().y1
 
 
 def test_points_without_a_line_have_error_bars():
-    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", low="low", high="high", look={"linestyle": "none"})])
+    look = {"linestyle": "none"}
+    _, (ax,) = draw(DATA, lambda panel: lines(panel, "x", "y", "series", interval=ENDS, look=look))
     assert len(ax.containers) == 3 and not [c for c in ax.collections if isinstance(c, mpl.collections.PolyCollection)]
 
 
 def test_many_lines_are_grey_with_their_mean():
     data = pd.DataFrame({"name": f"s{i}", "x": x, "y": i * x} for i in range(8) for x in (1, 2))
-    fig, (ax,) = axes([Panel("lines", "x", "y", hue="name", crowd="samples")], data)
+    fig, (ax,) = draw(data, lambda panel: lines(panel, "x", "y", "name", crowd="samples"))
     assert len(ax.get_lines()) == 9 and list(ax.get_lines()[-1].get_ydata()) == [3.5, 7]
     assert sorted(t.get_text() for t in fig.legends[0].get_texts()) == ["mean", "samples"]
 
 
 def test_maps_and_bars_stand_above_each_other_in_every_place():
-    cells = [(p, x, y, 10 * x + y + 100 * (p == "v"), y == 0) for p in "kv" for x in range(3) for y in range(2)]
+    cells = [
+        (p, x, y, 10 * x + y + 100 * (p == "values"), y == 0)
+        for p in ("keys", "values")
+        for x in range(3)
+        for y in range(2)
+    ]
     data = pd.DataFrame(cells, columns=["part", "x", "y", "value", "marked"])
-    heat = Panel("heat", "x", "y", value="value", numbers="%.0f", bar="{part}", title="{part}", xlabel="x", ylabel="y")
-    bars = Panel("bars", "x", "value", marked="marked", xlabel="x")
-    kinds = {"names": {"part": {"v": "values", "k": "keys"}}, "heights": [3, 1], "bars": "each"}
-    _, actual = axes([heat, bars], data, columns="part", **kinds)
+
+    def draw_place(upper, lower):
+        upper.color(heat(upper, "x", "y", "value", numbers="%.0f"), upper.named["part"], own=True)
+        upper.label(upper.named["part"], "x", "y")
+        bars(lower, "x", "value", marked="marked")
+        lower.label(x="x")
+
+    _, actual = draw(data, draw_place, columns="part", heights=(3, 1))
     maps = [ax for ax in actual if ax.images]
-    assert [ax.get_title(loc="left") for ax in maps] == ["(a) values", "(b) keys"]
-    np.testing.assert_array_equal(maps[1].images[0].get_array(), [[0, 10, 20], [1, 11, 21]])
-    assert [t.get_text() for t in maps[1].texts] == ["0", "10", "20", "1", "11", "21"]
+    assert [ax.get_title(loc="left") for ax in maps] == ["(a) keys", "(b) values"]
+    np.testing.assert_array_equal(maps[0].images[0].get_array(), [[0, 10, 20], [1, 11, 21]])
+    assert [t.get_text() for t in maps[0].texts] == ["0", "10", "20", "1", "11", "21"]
     strips = [ax for ax in actual if ax.patches]
-    assert [p.get_height() for p in strips[1].patches] == [0, 10, 20]
+    assert [p.get_height() for p in strips[0].patches] == [0, 10, 20]
     assert len(actual) == 6, "a colour bar for each map"
 
 
 def test_a_row_of_panels_ends_where_it_is_to_wrap():
     data = pd.DataFrame({"task": t, "series": "s", "x": x, "y": x} for t in "abcde" for x in (1, 2))
-    _, actual = axes([Panel("lines", "x", "y", hue="series", xlabel="x", ylabel="y")], data, columns="task", wrap=3)
+
+    def draw_panel(panel):
+        lines(panel, "x", "y", "series")
+        panel.label(x="x", y="y")
+
+    _, actual = draw(data, draw_panel, columns="task", wrap=3)
     assert [ax.axison for ax in actual] == [True] * 5 + [False]
     assert [bool(ax.get_ylabel()) for ax in actual] == [True, False, False, True, False, False]
     assert [bool(ax.get_xlabel()) for ax in actual] == [True] * 5 + [False]  # every panel says what its axis is
 
 
 def test_scales_and_ticks():
-    steep = DATA.assign(y=DATA["y"] ** 4)
-    panel = Panel("lines", "x", "y", hue="series", yscale="auto", xscale="log", ticks="data", reverse=True, at_x=1.5)
-    _, (ax,) = axes([panel], steep)
+    def draw_steep(panel):
+        curves = lines(panel, "x", "y", "series")
+        set_x(panel, curves["x"], "log", ticks="data")
+        reverse_x(panel)
+        set_y(panel, curves["y"], "auto")
+        mark_x(panel, "x", 1.5)
+
+    _, (ax,) = draw(DATA.assign(y=DATA["y"] ** 4), draw_steep)
     assert ax.get_yscale() == "log" and list(ax.get_xticks()) == [1, 2] and ax.xaxis_inverted()
     assert [line.get_xdata()[0] for line in ax.get_lines() if line.get_linestyle() == ":"][-1] == 1.5
-    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", yscale="auto", top=True)], DATA)
+
+    def draw_flat(panel):
+        curves = lines(panel, "x", "y", "series")
+        set_y(panel, curves["y"], "auto", top=curves["y"])
+
+    _, (ax,) = draw(DATA, draw_flat)
     assert ax.get_yscale() == "linear" and ax.get_ylim() == pytest.approx((-0.88, 22.88))
-
-
-def test_an_auto_scale_is_that_of_its_own_axis():
-    wide = DATA.assign(x=DATA["x"] ** 10)  # 1 and 1,024, and y from 10 to 22
-    panel = Panel("lines", "x", "y", hue="series", xscale="auto", yscale="auto")
-    _, (ax,) = axes([panel], wide)
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
-    _, (ax,) = axes([panel], DATA.assign(y=DATA["y"] ** 4))
-    assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "log")
-
-
-def test_entries_of_a_figure_that_mean_nothing_are_refused():
-    with pytest.raises(TypeError, match="colour"):
-        registry._build_picture(
-            {"width": 1, "height": 1, "panels": [{"kind": "bars", "x": "x", "y": "y", "colour": "red"}]}
-        )
 
 
 def test_points_of_a_sweep():
