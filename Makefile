@@ -32,7 +32,7 @@ help:  ## what there is to make
 run: $(VENV)/.ready  ## the main job, a minute; another one with ARGS="method=full,h2o kv_size=64,128"
 	$(PY) -m kvbench run $(ARGS)
 
-run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts, fetched once (DATA=folder); six minutes
+run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts, fetched once (DATA=folder REAL=model); six minutes
 	$(PY) -m kvbench model fetch $(REAL)
 	@test -e $(DATA)/longbench_mini || $(PY) -m kvbench data fetch longbench_mini data.root=$(DATA)
 	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=longbench max_length=2000 limit=16 \
