@@ -19,7 +19,7 @@ gc.set_threshold(50_000, 50, 100)
 # Tests kill processes, not machines: what the device has taken, no test can see. A closed descriptor still raises.
 os.fsync = os.fstat
 
-SMOL = "smollm2-135m-q4_1"
+SMOL, GEMMA = "smollm2-135m-q4_1", "gemma3-270m-q4_k_m"
 LONG_S = 2.0
 SKIPPED = "kvbench/skipped"
 
@@ -64,15 +64,24 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(load, "load_weights", lambda *arguments, **options: pytest.fail("weights were loaded"))
 
 
-@pytest.fixture(scope="session")
-def smol():
-    """The folder of the small pretrained model; skips where it was not fetched, fails if KVBENCH_REQUIRE_MODELS=1."""
+def fetched(name):
+    """The folder of a pretrained model; skips where it was not fetched, fails if KVBENCH_REQUIRE_MODELS=1."""
     from kvbench.base.errors import UsageError
     from kvbench.models import fetch
 
     try:
-        return fetch.folder_of(SMOL)
+        return fetch.folder_of(name)
     except UsageError as error:
         if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
             pytest.fail(str(error))
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smol():
+    return fetched(SMOL)
+
+
+@pytest.fixture(scope="session")
+def gemma():
+    return fetched(GEMMA)
