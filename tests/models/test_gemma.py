@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def reference(content, text):
             continue
         pieces = list(part.replace(" ", "▁"))
         while len(pieces) > 1:
-            pairs = [vocabulary.get(left + right, len(vocabulary)) for left, right in zip(pieces, pieces[1:])]
+            pairs = [vocabulary.get(left + right, len(vocabulary)) for left, right in pairwise(pieces)]
             at = min(range(len(pairs)), key=pairs.__getitem__)
             if pairs[at] == len(vocabulary):
                 break
