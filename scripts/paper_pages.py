@@ -102,13 +102,13 @@ def _page(paper: Paper) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _claims(paper: Paper) -> list[ledger.ClaimRecord]:
+def _claims(paper: Paper) -> list[ledger.Record]:
     """Return the verdicts on a paper's claims, as they are committed."""
     verdicts = json.loads(LEDGER.read_text("utf-8"))["verdicts"]
     return [verdict for verdict in verdicts if verdict["paper"] == paper.id]
 
 
-def _claim_row(claim: ledger.ClaimRecord) -> tuple[str, ...]:
+def _claim_row(claim: ledger.Record) -> tuple[str, ...]:
     """Return a claim as a row: its mark, the paper's words with their place, the test, and the verdict."""
     verdict = claim["verdict"]
     if claim["decided_by"]:

@@ -20,7 +20,6 @@ EXTRAS = {
     "math_verify": "math",
     "matplotlib": "plots",
     "openai": "engines",
-    "pandas": "plots",
     "punkt": "data",
     "rouge_score": "data",
     "triton": "gpu",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.conf import check
 from kvbench.base.errors import UsageError
-from kvbench.base.extras import require
 from kvbench.methods.core import legal_sets, registry
 from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow
 from kvbench.report.listing import FILTERS, StoredCell, list_cells, read_filters
@@ -205,9 +204,8 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
 
     ``filters`` choose results by the keys of ``list runs``: ``status``, ``model``, ``method``, ``dataset`` or
     ``cells``. A filter is one name, or several names separated by commas. Raises UsageError for another key or an
-    unknown status, for a missing folder, and if pandas is missing.
+    unknown status, and for a missing folder.
     """
-    require("pandas", "kvbench.results")
     import pandas as pd
 
     check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")

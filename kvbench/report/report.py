@@ -36,11 +36,7 @@ class Report(ReportData):
         return render.render_report(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a DataFrame with a row per method and task. Its columns are those of ``run --format csv``.
-
-        Raises UsageError without pandas.
-        """
-        require("pandas", "to_pandas")
+        """Return a DataFrame with a row per method and task. Its columns are those of ``run --format csv``."""
         import pandas as pd
 
         return pd.DataFrame(render.list_records(self), columns=list(render.CSV_FIELDS))

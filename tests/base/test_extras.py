@@ -55,4 +55,4 @@ def test_the_core_alone_runs_the_main_job(tmp_path):
     code = CORE.format(blocked=blocked, commands=commands)
     out, err = processes.start_code(code).communicate()
     assert out.splitlines()[-1] == str(list(COMMANDS.values())), err
-    assert "plot needs the package pandas" in err and "needs the package wandb" in err
+    assert "plot needs the package matplotlib" in err and "needs the package wandb" in err

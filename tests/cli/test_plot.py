@@ -10,7 +10,7 @@ from support.families import build
 
 from kvbench.cli.main import main
 from kvbench.models import load
-from kvbench.papers.figures.place import Place
+from kvbench.papers.figures.place import choose_folder
 from kvbench.papers.figures.registry import FIGURES
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -187,7 +187,7 @@ def test_a_figure_goes_where_it_replaces_no_other(tmp_path, capsys):
     plain, own = tmp_path / "figures", tmp_path / "own" / "a" / "figures"
 
     def folder(facts=facts, model="a", **options):
-        return Place.of({"model": model, "threads": "1", **options}, str(tmp_path), model).folder(figure, facts)
+        return choose_folder(figure, facts, {"model": model, "threads": "1", **options}, str(tmp_path), model)
 
     assert folder() == plain and capsys.readouterr().err == ""
     assert folder(limit="1", layers="0") == own

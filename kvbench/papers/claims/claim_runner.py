@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import MEASURES, POINTS, Evidence, Verdict
 from kvbench.papers.claims.evidence import NumberReader, read_evidence
-from kvbench.papers.claims.ledger import ClaimRecord, Ledger, MeasureRecord
+from kvbench.papers.claims.ledger import Ledger, Measure, Record
 from kvbench.papers.measured import plan
 from kvbench.papers.measured.plan import PaperTable
 from kvbench.papers.measured.work import join_runs
@@ -63,8 +63,8 @@ def measure(prepared: Mapping[str, Sequence[PaperTable]]) -> None:
 
 def _list_runs(prepared: Mapping[str, Sequence[PaperTable]]) -> list[RunPlan]:
     runs = []
-    for our_tables in prepared.values():
-        runs += [ours.run for ours in our_tables if ours.run is not None]
+    for tables_of_paper in prepared.values():
+        runs += [ours.run for ours in tables_of_paper if ours.run is not None]
     return runs
 
 
@@ -88,20 +88,20 @@ def reach_verdicts(prepared: Mapping[str, Sequence[PaperTable]], model: str) -> 
     unscaled_evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     tested = [claim for claim in all_claims if claim.test != "elsewhere"]
     numbers_of: dict[str, NumberReader | None] = {}
-    for paper, our_tables in prepared.items():
+    for paper, tables_of_paper in prepared.items():
         # a paper's tables have one store, and its claims share many cells
-        runs = _list_runs({paper: our_tables})
+        runs = _list_runs({paper: tables_of_paper})
         numbers_of[paper] = None
         if runs:
             numbers_of[paper] = NumberReader(runs[0].store)
     for claim in tested:
-        our_tables = prepared[claim.paper]
+        tables_of_paper = prepared[claim.paper]
         numbers = numbers_of[claim.paper]
-        for measure, evidence in read_evidence(claim, our_tables, measures, numbers=numbers).items():
+        for measure, evidence in read_evidence(claim, tables_of_paper, measures, numbers=numbers).items():
             evidence_of[measure][claim.id] = evidence
         # only the tiny model has prompts so short that windows are scaled
         if model == stand_ins.MODEL:
-            unscaled = read_evidence(claim, our_tables, measures, windows_as_printed=True, numbers=numbers)
+            unscaled = read_evidence(claim, tables_of_paper, measures, windows_as_printed=True, numbers=numbers)
             for measure, evidence in unscaled.items():
                 unscaled_evidence_of[measure][claim.id] = evidence
     outcomes = {}
@@ -127,8 +127,8 @@ def as_plain(prepared: Mapping[str, Sequence[PaperTable]], model: str, outcomes:
     notes: list[str] = []
     # a model in the tables of one paper is no substitute, even if the other papers do not have it
     stand_in = True
-    for our_tables in prepared.values():
-        for ours in our_tables:
+    for tables_of_paper in prepared.values():
+        for ours in tables_of_paper:
             notes.extend(ours.notes)
             stand_in = stand_in and ours.stand_in
     dtypes: set[str] = set()
@@ -159,7 +159,7 @@ def as_plain(prepared: Mapping[str, Sequence[PaperTable]], model: str, outcomes:
     }
 
 
-def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
+def _record_claim(verdicts: Mapping[str, Verdict]) -> Record:
     deciding_measure = claims.choose_deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
     # the reason, the cells and the methods that ran are those of points, the measure that is tried first
@@ -185,7 +185,7 @@ def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     }
 
 
-def _record_measure(verdict: Verdict) -> MeasureRecord:
+def _record_measure(verdict: Verdict) -> Measure:
     evidence = verdict.evidence
     settings_ci = [stats.in_percent(stats.mean_interval(some, (-1.0, 1.0))) for some in evidence.settings]
     return {
@@ -208,10 +208,8 @@ def _record_measure(verdict: Verdict) -> MeasureRecord:
 
 
 def _round_interval(interval: stats.Interval | None) -> list[float] | None:
-    """Return an interval with three digits behind the point; None stays None."""
     return None if interval is None else [round(bound, 3) for bound in interval]
 
 
 def _round_mean(mean: float | None) -> float | None:
-    """Return a mean with six digits behind the point; None stays None."""
     return None if mean is None else round(mean, 6)

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from math import ceil, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -215,13 +216,11 @@ def choose_deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
 
     It is the first measure that decides the claim, else the first that leaves it undecided, else the first of all.
     """
-    for measure, verdict in verdicts.items():
-        if verdict.verdict in DECIDED:
-            return measure
     # an undecided verdict says how many examples are needed, which is more than that nothing can be measured
-    for measure, verdict in verdicts.items():
-        if verdict.verdict == UNDECIDED:
-            return measure
+    for words in (DECIDED, (UNDECIDED,)):
+        for measure, verdict in verdicts.items():
+            if verdict.verdict in words:
+                return measure
     # no measure could be taken, and the first one says why
     return next(iter(verdicts))
 
@@ -272,12 +271,11 @@ def make_tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[
     first_order: dict[frozenset[str], tuple[str, ...]] = {}
     for claim in claims:
         columns = first_order.setdefault(frozenset(claim.columns), claim.columns)
-        for pair in claim.pairs:
-            for side in pair:
-                rows = sides_by_datasets.setdefault(columns, [])
-                rows.append(side)
-                if scaled:
-                    rows.append(keep_printed_windows(side))
+        rows = sides_by_datasets.setdefault(columns, [])
+        for side in chain.from_iterable(claim.pairs):
+            rows.append(side)
+            if scaled:
+                rows.append(keep_printed_windows(side))
     paper_tables = table_spec.find_tables(claims[0].paper)
     # any table of scores supplies the preset, the averages and the models' names
     template = next(table for table in paper_tables if table.measurable)
@@ -285,16 +283,15 @@ def make_tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[
     workloads: dict[str, Mapping[str, Any]] = {}
     for table in paper_tables:
         workloads.update(table.workloads)
-    # the cells of a table name one of the paper's models
-    first_model = template.models()[0]
     tables = []
     for columns, rows in sides_by_datasets.items():
         cells = []
         # two claims can compare the same side; it is one row
         for row in dict.fromkeys(rows):
             method, _, setting = row.partition(" ")
-            for dataset in columns:
-                cells.append(UnprintedCell(method, setting, dataset, "mean", first_model))
+            # the cells of a table name one of the paper's models
+            model = template.models()[0]
+            cells += [UnprintedCell(method, setting, dataset, "mean", model) for dataset in columns]
         tables.append(table_spec.table_of_cells(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
@@ -347,28 +344,19 @@ def decide(
 
 
 def _reach_verdict(
-    claim: Claim,
-    evidence: Evidence,
-    unscaled: Evidence,
-    p: _PValues,
-    *,
-    family: int,
-    measure: str,
-    level: float,
+    claim: Claim, evidence: Evidence, unscaled: Evidence, p: _PValues, *, family: int, measure: str, level: float
 ) -> Verdict:
-    differences = evidence.values
-    mean_unscaled = None
-    if len(unscaled.values):
-        mean_unscaled = 100 * float(unscaled.values.mean())
+    differences, least = evidence.values, claim.least(measure)
+    mean_unscaled = 100 * float(unscaled.values.mean()) if len(unscaled.values) else None
     word, side = _choose_verdict(
         claim, evidence, p, mean_unscaled=mean_unscaled, family=family, measure=measure, level=level
     )
     needs = None
     if word == UNDECIDED:
         # the first of a family of claims needs p < level / family (Holm)
-        needs = _count_needed_pairs(differences, claim.least(measure), level / family)
+        needs = _count_needed_pairs(differences, least, level / family)
     if word == NOT_DECIDABLE:
-        needs = _count_decidable_pairs(claim.test, claim.least(measure), level / family)
+        needs = _count_decidable_pairs(claim.test, least, level / family)
     return Verdict(
         claim,
         word,
@@ -386,8 +374,7 @@ def _reach_verdict(
     )
 
 
-@dataclass(frozen=True)
-class _PValues:
+class _PValues(NamedTuple):
     """The corrected p-values of a claim. A low one decides: for the claim, against it, or for no difference.
 
     supports: of the hypothesis that the mean difference is no higher than the claim's bound.
@@ -403,12 +390,11 @@ class _PValues:
 def _correct_p_values(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
+    # Holm's method corrects the three hypotheses separately, each over all claims
     nothing = NOTHING[measure]
-    # raw p-values by claim
     above, below, same = {}, {}, {}
     for claim in measured:
-        differences = evidence_by_claim[claim.id].values
-        least = claim.least(measure)
+        differences, least = evidence_by_claim[claim.id].values, claim.least(measure)
         # null hypothesis: mean <= least; a low p supports the claim
         above[claim.id] = stats.p_above(differences, least)
         # null hypothesis: mean >= least; a low p speaks against the claim
@@ -416,16 +402,9 @@ def _correct_p_values(
         same[claim.id] = 1.0
         if claim.test == "better":
             # two one-sided tests: the mean lies in (-nothing, +nothing) only if both reject, so the larger p counts
-            above_minus_nothing = stats.p_above(differences, -nothing)
-            below_plus_nothing = stats.p_above(-differences, -nothing)
-            same[claim.id] = max(above_minus_nothing, below_plus_nothing)
-    supports = stats.holm(above, family)
-    opposes = stats.holm(below, family)
-    no_difference = stats.holm(same, family)
-    p_values = {}
-    for claim in measured:
-        p_values[claim.id] = _PValues(supports[claim.id], opposes[claim.id], same=no_difference[claim.id])
-    return p_values
+            same[claim.id] = max(stats.p_above(differences, -nothing), stats.p_above(-differences, -nothing))
+    above, below, same = (stats.holm(p_values, family) for p_values in (above, below, same))
+    return {claim.id: _PValues(above[claim.id], below[claim.id], same[claim.id]) for claim in measured}
 
 
 def _name_gap(evidence: Evidence) -> str:

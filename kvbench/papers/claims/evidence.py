@@ -7,7 +7,8 @@ dataset, so their difference is taken example by example.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,8 +74,7 @@ class NumberReader:
         return self._unchanged[cell.id, ids]
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A claim's pairs of cells on one task of a dataset.
 
     A dataset has a comparison for each of its tasks: MDQA's examples are asked in three ways, with the answer at the
@@ -89,113 +89,20 @@ class Comparison:
 
     def at_floor(self, numbers: NumberReader) -> bool:
         """Return True if the model fails on this task even with the full cache."""
-        # the run of a table measures the full cache in every group; its chain has no stages
+        # the run of a table measures the full cache in every group
         full = next(cell for cell in self.group.cells if cell.chain.is_full)
         return advice.at_floor(self.group.task, list(numbers.read(POINTS, self.group, full).values()))
+
+    @property
+    def against_full(self) -> bool:
+        """True if a second side is the full cache."""
+        return any(second.chain.is_full for _, second in self.pairs)
 
     @property
     def short(self) -> bool:
         """True if the references are short: answers that are right or wrong, not long texts."""
         # all examples of a paper's task allow answers of the same length
         return self.group.task.examples[0].max_new_tokens <= SHORT
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """The cells of both sides of a claim. ``read_evidence`` reads their differences by one measure.
-
-    comparisons_of: by dataset, a comparison for each way in which its examples are asked.
-    unchanged: by dataset, the labels of the sides that compressed nothing. A dataset on which every side compressed
-    has no entry.
-    absent: the reasons why datasets cannot be read here.
-    """
-
-    claim: Claim
-    numbers: NumberReader
-    comparisons_of: Mapping[str, Sequence[Comparison]]
-    unchanged: Mapping[str, Sequence[str]]
-    absent: Sequence[str]
-
-    def read_evidence(self, measure: str) -> Evidence:
-        """Return the paired differences by one measure, with the datasets that the measure leaves out."""
-        floors: list[str] = []
-        long: list[str] = []
-        unchanged: list[str] = []
-        from_full: list[str] = []
-        decidable: list[str] = []
-        for dataset, comparisons in self.comparisons_of.items():
-            # scores say nothing if the full cache fails, but likelihoods and divergences still do
-            if measure == POINTS and all(comparison.at_floor(self.numbers) for comparison in comparisons):
-                floors.append(dataset)
-            # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
-            elif measure == LIKELIHOOD and not all(comparison.short for comparison in comparisons):
-                long.append(dataset)
-            # the full cache does not diverge from itself, so that every method loses its whole divergence to it
-            elif measure == DIVERGENCE and _is_against_full(comparisons):
-                from_full.append(dataset)
-            elif dataset in self.unchanged:
-                unchanged.append(dataset)
-            else:
-                decidable.append(dataset)
-        differences: dict[str, Differences] = {}
-        waiting: list[str] = []
-        for dataset in decidable:
-            paired = pair_differences(self.numbers, self.comparisons_of[dataset], measure)
-            if len(paired):
-                differences[dataset] = paired
-            else:
-                waiting.append(dataset)
-        pairs = _list_cell_pairs(self.comparisons_of)
-        cell_ids = [cell.id for pair in pairs for cell in pair]
-        ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in pairs]
-        return Evidence(
-            differences=differences,
-            floors=tuple(floors),
-            waiting=tuple(waiting),
-            # several pairs and datasets can share a cell: name each once
-            cells=tuple(dict.fromkeys(cell_ids)),
-            ran=tuple(dict.fromkeys(ran)),
-            possible=sum(_count_examples(self.comparisons_of[dataset]) for dataset in decidable),
-            reason=self._join_reasons(
-                floors=floors, long=long, from_full=from_full, unchanged=unchanged, waiting=waiting
-            ),
-            unchanged=tuple(unchanged),
-        )
-
-    def _join_reasons(
-        self,
-        *,
-        floors: Sequence[str],
-        long: Sequence[str],
-        from_full: Sequence[str],
-        unchanged: Sequence[str],
-        waiting: Sequence[str],
-    ) -> str:
-        """Return why measurements on some datasets are missing; '' if none are."""
-        reasons = []
-        if floors:
-            reasons.append(f"the model fails on {', '.join(floors)}")
-        if long:
-            reasons.append(f"references are long in {', '.join(long)}")
-        if from_full:
-            reasons.append("a side is the full cache, whose divergence from itself is 0")
-        for dataset in unchanged:
-            reasons.append(f"{dataset}: nothing was compressed by {', '.join(self.unchanged[dataset])}")
-        if waiting:
-            reasons.append(f"not measured yet: {', '.join(waiting)}")
-        reasons.extend(self.absent)
-        return "; ".join(reasons)
-
-
-def _is_against_full(comparisons: Iterable[Comparison]) -> bool:
-    return any(second.chain.is_full for comparison in comparisons for _, second in comparison.pairs)
-
-
-def _count_examples(comparisons: Iterable[Comparison]) -> int:
-    ids: set[str] = set()
-    for comparison in comparisons:
-        ids.update(example.id for example in comparison.group.task.examples)
-    return len(ids)
 
 
 def read_evidence(
@@ -213,54 +120,124 @@ def read_evidence(
     numbers: the reader of the tables' store, if the caller reads evidence for several claims.
     """
     # claims.make_tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
-    ours = next(table for table in tables if _list_datasets(table) == set(claim.columns))
-    line_of = {line.name: line for line in ours.lines}
+    table = next(t for t in tables if _name_datasets(t) == set(claim.columns))
+    line_of = {line.name: line for line in table.lines}
     pairs: list[tuple[Line, Line]] = []
     for first, second in claim.pairs:
         if windows_as_printed:
             first, second = keep_printed_windows(first), keep_printed_windows(second)
         pairs.append((line_of[first], line_of[second]))
     # the first reason is enough: without one side of a pair the claim has no evidence at all
-    reason = ""
-    for pair in pairs:
-        for line in pair:
-            reason = reason or line.refused or line.skipped
-    if reason or ours.run is None:
-        # if every row could run, there is no run because no dataset can be read
-        reason = reason or "; ".join(dict.fromkeys(ours.absent.values()))
-        return dict.fromkeys(measures, Evidence(reason=reason))
-    store = ours.run.store
-    if numbers is None:
-        numbers = NumberReader(store)
-    comparisons_of = _compare_rows(ours, pairs)
-    for cell_pair in _list_cell_pairs(comparisons_of):
-        for cell in cell_pair:
-            # a run can refuse a cell that its plan allowed
-            refusal = store.refusal(cell.id)
-            if refusal:
-                return dict.fromkeys(measures, Evidence(reason=refusal))
+    for line in chain.from_iterable(pairs):
+        if line.refused or line.skipped:
+            return dict.fromkeys(measures, Evidence(reason=line.refused or line.skipped))
+    # every row could run, so there is no run because no dataset can be read
+    if table.run is None:
+        return dict.fromkeys(measures, Evidence(reason="; ".join(dict.fromkeys(table.absent.values()))))
+    numbers = numbers or NumberReader(table.run.store)
+    comparisons_of = _compare_rows(table, pairs)
+    cell_pairs: list[tuple[Cell, Cell]] = []
+    for comparison in chain.from_iterable(comparisons_of.values()):
+        cell_pairs += comparison.pairs
+    # several pairs and datasets can share a cell: name each once
+    cells = {cell.id: cell for cell in chain.from_iterable(cell_pairs)}
+    for cell in cells.values():
+        # a run can refuse a cell that its plan allowed
+        refusal = table.run.store.refusal(cell.id)
+        if refusal:
+            return dict.fromkeys(measures, Evidence(reason=refusal))
     # whether a side compressed anything is the same for all measures, so it is read once
-    unchanged = {}
+    unchanged = {dataset: _list_unchanged_sides(some, numbers) for dataset, some in comparisons_of.items()}
+    absent = _list_missing_datasets(table, pairs)
+    ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in cell_pairs]
+    evidence_of = {}
+    for measure in measures:
+        evidence_of[measure] = _read_measure(
+            measure,
+            numbers,
+            comparisons_of,
+            unchanged,
+            absent,
+            cells=tuple(cells),
+            ran=tuple(dict.fromkeys(ran)),
+        )
+    return evidence_of
+
+
+def _read_measure(
+    measure: str,
+    numbers: NumberReader,
+    comparisons_of: Mapping[str, Sequence[Comparison]],
+    unchanged_sides: Mapping[str, Sequence[str]],
+    absent: Sequence[str],
+    *,
+    cells: tuple[str, ...],
+    ran: tuple[str, ...],
+) -> Evidence:
+    """Return the paired differences by one measure, with the datasets that the measure leaves out."""
+    floors: list[str] = []
+    long: list[str] = []
+    from_full: list[str] = []
+    unchanged: list[str] = []
+    decidable: list[str] = []
     for dataset, comparisons in comparisons_of.items():
-        labels = _list_unchanged_sides(comparisons, numbers)
-        if labels:
-            unchanged[dataset] = labels
-    absent = _list_missing_datasets(ours, pairs)
-    sides = _Sides(claim, numbers, comparisons_of, unchanged=unchanged, absent=absent)
-    return {measure: sides.read_evidence(measure) for measure in measures}
+        against_full = any(comparison.against_full for comparison in comparisons)
+        # scores say nothing if the full cache fails, but likelihoods and divergences still do
+        if measure == POINTS and all(comparison.at_floor(numbers) for comparison in comparisons):
+            floors.append(dataset)
+        # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
+        elif measure == LIKELIHOOD and not all(comparison.short for comparison in comparisons):
+            long.append(dataset)
+        # the full cache does not diverge from itself, so that every method loses its whole divergence to it
+        elif measure == DIVERGENCE and against_full:
+            from_full.append(dataset)
+        elif unchanged_sides[dataset]:
+            unchanged.append(dataset)
+        else:
+            decidable.append(dataset)
+    paired = {dataset: pair_differences(numbers, comparisons_of[dataset], measure) for dataset in decidable}
+    waiting = [dataset for dataset, differences in paired.items() if not len(differences)]
+    reasons = []
+    if floors:
+        reasons.append(f"the model fails on {', '.join(floors)}")
+    if long:
+        reasons.append(f"references are long in {', '.join(long)}")
+    if from_full:
+        reasons.append("a side is the full cache, whose divergence from itself is 0")
+    reasons += [f"{name}: nothing was compressed by {', '.join(unchanged_sides[name])}" for name in unchanged]
+    if waiting:
+        reasons.append(f"not measured yet: {', '.join(waiting)}")
+    possible = 0
+    for dataset in decidable:
+        # an example that is asked in several ways counts as one
+        ids: set[str] = set()
+        for comparison in comparisons_of[dataset]:
+            ids.update(example.id for example in comparison.group.task.examples)
+        possible += len(ids)
+    return Evidence(
+        differences={dataset: differences for dataset, differences in paired.items() if len(differences)},
+        floors=tuple(floors),
+        waiting=tuple(waiting),
+        cells=cells,
+        ran=ran,
+        possible=possible,
+        reason="; ".join(reasons + list(absent)),
+        unchanged=tuple(unchanged),
+    )
 
 
-def _list_datasets(ours: PaperTable) -> set[str]:
-    return {column.dataset for column in ours.spec.scores}
+def _name_datasets(table: PaperTable) -> set[str]:
+    return {column.dataset for column in table.spec.scores}
 
 
-def _compare_rows(ours: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> dict[str, list[Comparison]]:
+def _compare_rows(table: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> dict[str, list[Comparison]]:
+    """Return a claim's comparisons by dataset, one for each way of asking the dataset's examples."""
     comparisons_of: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
-    for column in ours.spec.scores:
+    for column in table.spec.scores:
         parts_by_pair = []
         for first, second in pairs:
-            parts_by_pair.append(zip(ours.find_parts(first, column), ours.find_parts(second, column), strict=True))
+            parts_by_pair.append(zip(table.find_parts(first, column), table.find_parts(second, column), strict=True))
         comparisons = []
         # a part is (group, cell) of one task; the i-th parts of all rows belong to one group, and so to the i-th way of
         # asking, such as MDQA's i-th position of the answer
@@ -276,36 +253,23 @@ def _compare_rows(ours: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> dict[
     return comparisons_of
 
 
-def _list_cell_pairs(comparisons_of: Mapping[str, Sequence[Comparison]]) -> list[tuple[Cell, Cell]]:
-    pairs: list[tuple[Cell, Cell]] = []
-    for comparisons in comparisons_of.values():
-        for comparison in comparisons:
-            pairs.extend(comparison.pairs)
-    return pairs
-
-
 def _list_unchanged_sides(comparisons: Sequence[Comparison], numbers: NumberReader) -> list[str]:
     # ids keep each side once, since several pairs of a claim can share it
-    sides: dict[str, tuple[Group, Cell]] = {}
+    sides = {}
     for comparison in comparisons:
-        for pair in comparison.pairs:
-            for cell in pair:
-                sides[cell.id] = (comparison.group, cell)
-    labels: dict[str, None] = {}
-    for group, cell in sides.values():
-        if numbers.is_unchanged(group, cell):
-            labels[label_cell(cell.identity)] = None
-    return list(labels)
+        for cell in chain.from_iterable(comparison.pairs):
+            sides[cell.id] = comparison.group, cell
+    labels = [label_cell(cell.identity) for group, cell in sides.values() if numbers.is_unchanged(group, cell)]
+    return list(dict.fromkeys(labels))
 
 
-def _list_missing_datasets(ours: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> list[str]:
+def _list_missing_datasets(table: PaperTable, pairs: Sequence[tuple[Line, Line]]) -> list[str]:
     reasons: dict[str, None] = {}
-    for column in ours.spec.scores:
-        for pair in pairs:
-            for line in pair:
-                reason = ours.why_absent(line, column)
-                if reason:
-                    reasons[f"{column.dataset} is missing: {reason}"] = None
+    for column in table.spec.scores:
+        for line in chain.from_iterable(pairs):
+            reason = table.why_absent(line, column)
+            if reason:
+                reasons[f"{column.dataset} is missing: {reason}"] = None
     return list(reasons)
 
 
@@ -314,27 +278,26 @@ def _take_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
 
 
 def _take_divergences(samples: Mapping[str, Sample]) -> dict[str, float]:
+    # the mean divergence from the full cache in nats a token, or its rounding floor if higher: two divergences below
+    # the floor of the arithmetic cannot be told apart
     means = {}
     for example, sample in samples.items():
-        # each name has the texts whose tokens were compared with the full cache's predictions
-        texts = sample.fidelity
-        if texts:
-            text = texts.get("greedy") or texts["reference"]
-            # two divergences below the floor of the arithmetic cannot be told apart
+        if sample.fidelity:
+            # on the full cache's own answer if that was compared, else on the reference answer
+            text = sample.fidelity.get("greedy") or sample.fidelity["reference"]
             means[example] = max(float(np.mean(text.kl)), text.floor)
     return means
 
 
 def _take_nats_lost(samples: Mapping[str, Sample]) -> dict[str, float]:
+    # (ln p(answer) - ln q(answer)) / tokens, with p behind the full cache and q behind the compressed one
     lost = {}
     for example, sample in samples.items():
-        texts = sample.fidelity
         # an empty reference has no tokens to compare
-        if texts and "reference" in texts:
-            text = texts["reference"]
+        if sample.fidelity and "reference" in sample.fidelity:
+            text = sample.fidelity["reference"]
             # kl has one number for each token
-            tokens = len(text.kl)
-            lost[example] = text.log_ratio / tokens
+            lost[example] = text.log_ratio / len(text.kl)
     return lost
 
 
@@ -362,35 +325,26 @@ def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], m
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
     the reference, or as ``compare_nearness`` compares divergences. It is limited to -1 ... 1. An example counts in a
     comparison if all cells answered it there, and its row is the mean over the comparisons.
-
-    comparisons: those of the dataset, one for each way of asking, at least one.
-    measure: one of MEASURES.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
-    for comparison in comparisons:
-        group = comparison.group
+    for group, pairs in comparisons:
         # lost nats and log losses are better if smaller; only metrics of log losses have a ``formula``
         less_is_better = measure == LIKELIHOOD or metric(group.task.metric).formula is not None
-        # one entry for each pair of the claim: the values of its two sides by example id
-        values_by_pair = []
-        for first_cell, second_cell in comparison.pairs:
-            first_values = numbers.read(measure, group, first_cell)
-            second_values = numbers.read(measure, group, second_cell)
-            values_by_pair.append((first_values, second_values))
+        # for each pair of the claim, the values of its two sides by example id
+        values = []
+        for first_cell, second_cell in pairs:
+            values.append((numbers.read(measure, group, first_cell), numbers.read(measure, group, second_cell)))
         for example in group.examples:
-            if not all(example.id in first and example.id in second for first, second in values_by_pair):
+            if not all(example.id in side for side in chain.from_iterable(values)):
                 continue
-            # row: one difference for each pair of the claim
             row = []
-            for first_values, second_values in values_by_pair:
+            for first_values, second_values in values:
                 first, second = first_values[example.id], second_values[example.id]
                 # the tests and intervals of ``stats`` need bounded differences, and nats have no bound
                 if measure == DIVERGENCE:
                     row.append(compare_nearness(first, second))
-                elif less_is_better:
-                    row.append(min(1.0, max(-1.0, second - first)))
                 else:
-                    row.append(min(1.0, max(-1.0, first - second)))
+                    difference = second - first if less_is_better else first - second
+                    row.append(min(1.0, max(-1.0, difference)))
             differences_by_example.setdefault(example.id, []).append(row)
-    pairs = len(comparisons[0].pairs)
-    return stats.average_by_example(differences_by_example, pairs)
+    return stats.average_by_example(differences_by_example, len(comparisons[0].pairs))

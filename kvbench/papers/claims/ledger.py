@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill, shorten
-from typing import TypedDict
+from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import write_json
@@ -68,81 +68,24 @@ ABOUT_NATS = (
     "the level, and they answer different questions."
 )
 
+Measure = dict[str, Any]
+"""A claim's verdict by one measure: the fields of ``claims.Verdict``, rounded.
 
-class MeasureRecord(TypedDict):
-    """A claim's verdict by one measure, in the form of a ledger's JSON: the fields of ``claims.Verdict``, rounded.
+Numbers other than p-values and counts are in hundredths. ``n`` and ``tasks`` hold by task the number of examples and
+the mean difference, ``settings`` and ``settings_ci`` by pair the mean difference and its interval.
+"""
+Record = dict[str, Any]
+"""A claim (the fields of ``claims.Claim``) with its verdict and side by the measure ``decided_by``, '' if none decides.
 
-    Numbers other than p-values and counts are in hundredths, as in ``claims.Verdict``.
+``ran`` has the labels of the methods that ran, ``cells`` the ids of the compared cells, ``reason`` why data are
+missing, and ``measures`` the verdict by each measure.
+"""
+Ledger = dict[str, Any]
+"""The claims of one or more papers with their ``verdicts`` on one ``model``, in JSON's form.
 
-    ci: the interval of the mean as [low, high]; None for a single example.
-    n: by task, the number of examples.
-    tasks: by task, the mean difference.
-    settings, settings_ci: the mean difference of each pair of the claim, and its interval as in ``ci``.
-    floors: the tasks left out because the model fails there even with the full cache.
-    """
-
-    verdict: str
-    side: str
-    why_not: str
-    mean: float | None
-    elsewhere: float | None
-    ci: list[float] | None
-    p_for: float | None
-    p_against: float | None
-    p_same: float | None
-    needs: int | None
-    n: dict[str, int]
-    tasks: dict[str, float]
-    settings: list[float]
-    settings_ci: list[list[float] | None]
-    floors: list[str]
-
-
-class ClaimRecord(TypedDict):
-    """A claim with its verdict, in the form of a ledger's JSON. Fields not listed here are those of ``claims.Claim``.
-
-    verdict, side: the verdict and the side by the measure that ``claims.choose_deciding_measure`` chooses.
-    decided_by: the measure that decides the claim; '' if no measure decides it.
-    ran: for each pair, the labels of the two methods as they ran.
-    cells: the ids of the cells that were compared.
-    reason: why there is no verdict, or why data are missing.
-    measures: the verdict and numbers by each measure.
-    """
-
-    id: str
-    paper: str
-    quote: str
-    where: str
-    tested: str
-    test: str
-    margin: float
-    pairs: tuple[tuple[str, str], ...]
-    verdict: str
-    side: str
-    decided_by: str
-    ran: tuple[str, ...]
-    cells: tuple[str, ...]
-    reason: str
-    measures: dict[str, MeasureRecord]
-
-
-class Ledger(TypedDict):
-    """The claims of one or more papers with their verdicts on one model, in JSON's form.
-
-    stand_in: True if the model is a substitute for the papers' models.
-    level: the highest accepted chance of any wrong verdict (``claims.LEVEL``).
-    tested: the number of claims that a score can decide.
-    notes: sentences for readers about the data that were read.
-    verdicts: one record for each claim, in the order of the papers' files.
-    """
-
-    model: str
-    stand_in: bool
-    dtype: str
-    level: float
-    tested: int
-    notes: list[str]
-    verdicts: list[ClaimRecord]
+``stand_in``: whether the model is a substitute for the papers' models. ``level``: the accepted chance of any wrong
+verdict. ``tested``: the number of claims that a score can decide. ``notes``: sentences on the data that were read.
+"""
 
 
 def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
@@ -193,17 +136,12 @@ def read_with_own(results: Path) -> list[Ledger]:
 
     Raises UsageError for a damaged ledger.
     """
-    # ``read_ledgers`` looks for FOLDER below the folder that it is given, here OWN
-    users_ledgers = read_ledgers(results / OWN)
-    replaced = {_identify(content) for content in users_ledgers}
-    committed = [content for content in read_ledgers(results) if _identify(content) not in replaced]
-    ledgers = users_ledgers + committed
-    return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
-
-
-def _identify(content: Ledger) -> tuple[str, str]:
-    ids = [record["id"] for record in content["verdicts"]]
-    return (content["model"], "\n".join(ids))
+    # ``read_ledgers`` looks for FOLDER below the folder that it is given; a user's own ledgers come first and stay
+    chosen: dict[tuple[str, str], Ledger] = {}
+    for content in read_ledgers(results / OWN) + read_ledgers(results):
+        ids = "\n".join(record["id"] for record in content["verdicts"])
+        chosen.setdefault((content["model"], ids), content)
+    return sorted(chosen.values(), key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
 
 
 def find_stored(model: str, results: Path, papers: Sequence[str]) -> Path | None:
@@ -221,13 +159,12 @@ def find_stored(model: str, results: Path, papers: Sequence[str]) -> Path | None
 def any_measured(content: Ledger) -> bool:
     """Return True if at least one pair of answers was measured for any claim of a ledger."""
     for record in content["verdicts"]:
-        for numbers in record["measures"].values():
-            if sum(numbers["n"].values()):
-                return True
+        if any(sum(numbers["n"].values()) for numbers in record["measures"].values()):
+            return True
     return False
 
 
-def tally_verdicts(records: Sequence[ClaimRecord]) -> list[str]:
+def tally_verdicts(records: Sequence[Record]) -> list[str]:
     """Return, for each measure, how many claims have each verdict: ``points: 9 supported · 4 contradicted``."""
     lines = []
     for measure in MEASURES:
@@ -250,13 +187,14 @@ def write_brief(content: Ledger) -> str:
     """
     records = content["verdicts"]
     lines = tally_verdicts(records)
-    counts = [_count_examples(record) for record in records]
+    deciding = [_choose_measure(record) for record in records]
+    counts = [sum(numbers["n"].values()) for _, numbers in deciding]
     most = max(counts)
     # a maximum of 0 means that nothing was measured, which the line of each claim says
     if 0 < most < stats.FEWEST:
         lines.append(f"! n = {most} at most. Preview only: so few examples decide nothing.")
     lines.append(fill(f"{_describe_model(content)}.", WIDTH, break_on_hyphens=False))
-    differences = [_describe_difference(record) for record in records]
+    differences = [_format_difference(measure, numbers["mean"], numbers["ci"]) for measure, numbers in deciding]
     id_width = max(len(record["id"]) for record in records)
     difference_width = max(map(len, differences))
     count_width = len(str(most))
@@ -278,20 +216,7 @@ def write_brief(content: Ledger) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe_difference(record: ClaimRecord) -> str:
-    """Return a claim's mean difference and interval as text, by the measure of its verdict; '' without a difference."""
-    measure, numbers = _choose_measure(record)
-    if numbers["mean"] is None:
-        return ""
-    return _format_difference(measure, numbers["mean"], numbers["ci"]).replace("-", "−")
-
-
-def _count_examples(record: ClaimRecord) -> int:
-    _, numbers = _choose_measure(record)
-    return sum(numbers["n"].values())
-
-
-def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
+def _choose_measure(record: Record) -> tuple[str, Measure]:
     if record["decided_by"]:
         return record["decided_by"], record["measures"][record["decided_by"]]
     # measures stand in the order in which they are tried, so the first one with the claim's verdict gave it
@@ -302,7 +227,7 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
     return next(iter(record["measures"].items()))
 
 
-def _describe_briefly(record: ClaimRecord, count: int) -> str:
+def _describe_briefly(record: Record, count: int) -> str:
     text = record["verdict"]
     if record["decided_by"] and len(record["measures"]) > 1:
         text += f" by {record['decided_by']}"
@@ -320,11 +245,11 @@ def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
 
     The first column has the claim's words, from the first ledger that has the claim. A ledger without it has a dash.
     """
-    records_by_ledger: list[dict[str, ClaimRecord]] = []
+    records_by_ledger: list[dict[str, Record]] = []
     for content in ledgers:
         records_by_ledger.append({record["id"]: record for record in content["verdicts"]})
     # go in reverse, so that the first ledger's record of a claim replaces later ledgers' records
-    first_records: dict[str, ClaimRecord] = {}
+    first_records: dict[str, Record] = {}
     for records in reversed(records_by_ledger):
         first_records.update(records)
     rows = []
@@ -354,11 +279,11 @@ def _format_header(content: Ledger) -> str:
     return header
 
 
-def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
+def _has_measures_beside_points(records: Sequence[Record]) -> bool:
     return any(len(record["measures"]) > 1 for record in records)
 
 
-def describe_verdict(record: ClaimRecord) -> str:
+def describe_verdict(record: Record) -> str:
     """Return a claim's verdict in words, with the side that the mean takes and the measure that decided it, if any."""
     text = _name_verdict(record)
     if record["decided_by"] and len(record["measures"]) > 1:
@@ -366,13 +291,13 @@ def describe_verdict(record: ClaimRecord) -> str:
     return text
 
 
-def _name_verdict(record: ClaimRecord | MeasureRecord) -> str:
+def _name_verdict(record: Record | Measure) -> str:
     if record["side"]:
         return f"{record['verdict']} ({record['side']} in the mean)"
     return record["verdict"]
 
 
-def describe_evidence(record: ClaimRecord) -> str:
+def describe_evidence(record: Record) -> str:
     """Return the numbers behind a claim's verdict as lines, a block for each measure; a dash if none was measured."""
     lines = []
     for measure, numbers in record["measures"].items():
@@ -388,7 +313,7 @@ def _choose_scale(measure: str) -> tuple[int, int]:
     return 1, 1
 
 
-def _find_margin(record: ClaimRecord, measure: str) -> float:
+def _find_margin(record: Record, measure: str) -> float:
     if record["test"] == "better":
         return 0.0
     if measure == POINTS:
@@ -396,15 +321,20 @@ def _find_margin(record: ClaimRecord, measure: str) -> float:
     return 100 * NOTHING[measure]
 
 
-def _format_difference(measure: str, mean: float, ci: Sequence[float] | None) -> str:
+def _format_difference(measure: str, mean: float | None, ci: Sequence[float] | None) -> str:
+    """Return a mean difference and its interval as text; '' without a difference."""
+    if mean is None:
+        return ""
     scale, digits = _choose_scale(measure)
     if ci is not None:
         # a single example has no interval
         ci = [bound / scale for bound in ci]
-    return with_interval(mean / scale, ci, digits, sign=True, mark=UNITS[measure], gap=" ")
+    text = with_interval(mean / scale, ci, digits, sign=True, mark=UNITS[measure], gap=" ")
+    # minus signs are as wide as plus signs, unlike hyphens
+    return text.replace("-", "−")
 
 
-def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
+def _describe_measure(record: Record, measure: str, numbers: Measure) -> list[str]:
     assert numbers["mean"] is not None  # callers describe only what was measured
     scale, digits = _choose_scale(measure)
     margin = _find_margin(record, measure)
@@ -429,7 +359,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
     return lines
 
 
-def _describe_sample(numbers: MeasureRecord) -> str:
+def _describe_sample(numbers: Measure) -> str:
     # tasks can have different numbers of examples
     sizes = numbers["n"].values()
     fewest, most = min(sizes), max(sizes)

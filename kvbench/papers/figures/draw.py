@@ -135,7 +135,8 @@ class Sheet:
         self._right: Any = None
         self.part: Any = self.canvas
         if share:
-            self.part, self._right = self.canvas.subfigures(1, 2, width_ratios=[share, 1])
+            parts: Any = self.canvas.subfigures(1, 2, width_ratios=[share, 1])
+            self.part, self._right = parts
         stack = len(heights) or 1
         self.axes = self.part.subplots(
             down * stack,
@@ -148,15 +149,15 @@ class Sheet:
         self.across = across * side_by_side
         self.places: list[list[Panel]] = []
         for i, place in enumerate(places):
-            row, column = divmod(i, across)
+            down_i, across_i = divmod(i, across)
             is_last = i + across >= len(places)
-            across_axes = slice(column * side_by_side, (column + 1) * side_by_side)
-            axes = list(self.axes[row * stack : (row + 1) * stack, across_axes].flat)
+            across_axes = slice(across_i * side_by_side, (across_i + 1) * side_by_side)
+            axes = list(self.axes[down_i * stack : (down_i + 1) * stack, across_axes].flat)
             shown = data[_mask(data, place)]
             if len(shown):
                 panel = Panel(self, axes[0], shown, data, i)
                 # x is labelled below the last row of the grid, or everywhere if that row has gaps; y only at the left
-                panel = replace(panel, has_x=is_last or len(places) % across > 0, has_y=column == 0)
+                panel = replace(panel, has_x=is_last or len(places) % across > 0, has_y=across_i == 0)
                 # a shared x axis hides the numbers of upper panels: show those of unstacked panels, and the lowest ones
                 lowest = [not self.stacked or (is_last and ax is axes[-1]) for ax in axes]
                 self.places.append([replace(panel, ax=ax, numbered=n) for ax, n in zip(axes, lowest, strict=True)])
@@ -336,13 +337,14 @@ def lines(
             # there are more than MOST_BANDS names here, so the division is possible
             curve = _dodge(curve, x, curves[x], i / (len(names) - 1) - 0.5, log_x)
         number = unstyled.index(name) if name in unstyled else 0
-        line_look = style.series(number, len(curve))
+        line_look: dict[str, Any] = dict(style.series(number, len(curve)))
         if hue in METHOD_COLUMNS:
-            line_look = style.of_look(method_looks[str(name)], len(curve))
+            line_look = dict(style.of_look(method_looks[str(name)], len(curve)))
         if shades:
             line_style = looks.LINES[number % len(looks.LINES)]
             line_look = {"color": style.shades(len(names))[number], "linestyle": line_style, "lw": 0.8}
-        line_look |= (look or {}) | own_looks.get(str(name), {})
+        line_look.update(look or {})
+        line_look.update(own_looks.get(str(name), {}))
         if crowded or name in quiet:
             line_look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
         # equal labels are one entry of the legend, which stands for all lines of a crowd

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,6 @@ from kvbench.papers.measured.plan import split_options, stored_scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group
-from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
 from kvbench.report.of_run import report_cell
@@ -48,8 +47,7 @@ Row = dict[str, str | float | None]
 """A row of a figure's data: a point and a task with their numbers, by the names of COLUMNS."""
 
 
-@dataclass(frozen=True)
-class _TaskResult:
+class _TaskResult(NamedTuple):
     """The numbers of one point on one task.
 
     group: the task, with the cells that are measured on it.
@@ -81,12 +79,11 @@ class SweepRun:
         if self.sweep.baseline:
             points.insert(0, (FULL_POINT, Chain()))
         for point, chain in points:
-            cells = []
+            # every group has one cell for each chain of the run
+            of_chain = []
             for group in self.run.groups:
-                # every group has one cell for each chain of the run
-                cell = next(cell for cell in group.cells if cell.chain == chain)
-                cells.append((group, cell))
-            yield point, cells
+                of_chain += [(group, cell) for cell in group.cells if cell.chain == chain]
+            yield point, of_chain
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
         """Yield (point, group, cell) of every point of the sweep on every task."""
@@ -133,11 +130,9 @@ class SweepRun:
         cells_by_place = {(point.series, point.x): cells for point, cells in self.points()}
         rows: list[Row] = []
         for (series, x), cells in cells_by_place.items():
-            if not series.endswith(f"+{stage}"):
-                continue
             # a chain is named after its stages in order: h2o+vatp has h2o as its base
             base_cells = cells_by_place.get((series.removesuffix(f"+{stage}"), x))
-            if base_cells is None:
+            if not series.endswith(f"+{stage}") or base_cells is None:
                 continue
             place: Row = {"series": series, "x": x}
             differences_by_task: list[list[float]] = []
@@ -156,48 +151,38 @@ class SweepRun:
         self, cells: Sequence[tuple[Group, Cell]], base_cells: Sequence[tuple[Group, Cell]]
     ) -> Iterator[tuple[Group, list[float]]]:
         # columns tell the groups of a grid of a dataset's option apart, which share the task's id
-        base_scores_by_column = {result.group.column: result.scores for result in self._list_results(base_cells)}
+        base_scores = {result.group.column: result.scores for result in self._list_results(base_cells)}
         for result in self._list_results(cells):
             task_metric = metric(result.group.task.metric)
-            base_scores = base_scores_by_column.get(result.group.column, {})
-            differences = []
-            for example, score in result.scores.items():
-                if example in base_scores:
-                    differences.append(task_metric.scale * (score - base_scores[example]))
+            base = base_scores.get(result.group.column, {})
+            common = [example for example in result.scores if example in base]
             # differences of log losses are no points, since a log loss is printed as a perplexity
-            if differences and not task_metric.formula:
-                yield result.group, differences
+            if common and not task_metric.formula:
+                yield result.group, [task_metric.scale * (result.scores[e] - base[e]) for e in common]
 
     def _list_results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
+        # without refused cells and those that have no answer
         results = []
         for group, cell in cells:
             # a reader keeps all samples that it read, so each cell gets a reader of its own
             reader = SampleReader(self.run.store)
             means = report_cell(group, cell, reader).summary
-            if means is not None:
-                scores = stored_scores(reader, group, cell)
-                results.append(_TaskResult(group, means, self._pair_with_full(group, cell, reader), scores))
+            if means is None:
+                continue
+            scores = stored_scores(reader, group, cell)
+            # a run without the full cache compares the cell with itself, so all shares are 100 %
+            full_cell = next((candidate for candidate in group.cells if candidate.chain.is_full), cell)
+            full = stored_scores(reader, group, full_cell)
+            pairs = [(score, full[example]) for example, score in scores.items() if example in full]
+            # without pairs the array still needs its two columns
+            results.append(_TaskResult(group, means, np.array(pairs, dtype=float).reshape(-1, 2), scores))
         return results
-
-    def _pair_with_full(self, group: Group, cell: Cell, reader: SampleReader) -> stats.Pairs:
-        """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
-        # a run without the full cache compares the cell with itself, so all shares are 100 %
-        full_cell = next((candidate for candidate in group.cells if candidate.chain.is_full), cell)
-        scores = stored_scores(reader, group, cell)
-        full_scores = stored_scores(reader, group, full_cell)
-        pairs = [(score, full_scores[example]) for example, score in scores.items() if example in full_scores]
-        # without pairs the array still needs its two columns
-        return np.array(pairs, dtype=float).reshape(-1, 2)
 
     def list_omissions(self) -> list[str]:
         """Return ``cell: reason`` as text for each cell whose scores are missing, incomplete or meaningless."""
-        reasons = []
-        for _, group, cell in self.cells():
-            reason = self._explain_omission(group, cell)
-            if reason is not None:
-                # the name of a column tells grids of one task apart, which the task's id does not
-                reasons.append(f"{cell.label} on {group.column}: {reason}")
-        return reasons
+        reasons = [(group, cell, self._explain_omission(group, cell)) for _, group, cell in self.cells()]
+        # the name of a column tells grids of one task apart, which the task's id does not
+        return [f"{cell.label} on {group.column}: {reason}" for group, cell, reason in reasons if reason is not None]
 
     def _explain_omission(self, group: Group, cell: Cell) -> str | None:
         """Return why a cell's scores are missing, incomplete or meaningless; None if all is well."""
@@ -212,9 +197,7 @@ class SweepRun:
             return store.status(cell.id).reason or "not measured"
         if len(measured) < len(group.examples):
             return f"{len(measured)} of {len(group.examples)} examples measured"
-        if report_cell(group, cell, SampleReader(store)).unchanged:
-            return "nothing was compressed"
-        return None
+        return "nothing was compressed" if report_cell(group, cell, SampleReader(store)).unchanged else None
 
 
 @dataclass(frozen=True)
@@ -224,17 +207,11 @@ class MeasuredFigure:
     runs: tuple[SweepRun, ...]
 
     def frame(self) -> pd.DataFrame:
-        """Return the scores of all sweeps in one table: a row for each point and task, and for each point's mean.
-
-        ``SweepRun.frame`` explains the columns.
-        """
+        """Return the scores of all sweeps in one table (see ``SweepRun.frame``)."""
         return pd.concat([sweep_run.frame() for sweep_run in self.runs], ignore_index=True)
 
     def gains(self, stage: str) -> pd.DataFrame:
-        """Return how many points of score ``stage`` adds to each method, for all sweeps in one table.
-
-        Only methods that were measured with and without the stage have rows.
-        """
+        """Return the gains by ``stage`` of all sweeps in one table (see ``SweepRun.gains``)."""
         return pd.concat([sweep_run.gains(stage) for sweep_run in self.runs], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
@@ -249,25 +226,21 @@ class MeasuredFigure:
         """
         if not self.runs:
             return {}
-        # the keys are the different settings of the runs, in order
-        settings: dict[str, None] = {}
+        settings = dict.fromkeys(describe_settings(sweep_run.run).removesuffix(".") for sweep_run in self.runs)
+        counts: set[int] = set()
         own_methods: list[str] = []
-        example_counts: set[int] = set()
         omissions: list[str] = []
         for sweep_run in self.runs:
-            settings[describe_settings(sweep_run.run).removesuffix(".")] = None
+            counts.update(len(group.examples) for group in sweep_run.run.groups)
             # methods that the user named have nan in place of a declared x
             own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
-            example_counts.update(len(group.examples) for group in sweep_run.run.groups)
             omissions += sweep_run.list_omissions()
-        examples = f"{min(example_counts)}"
-        if len(example_counts) > 1:
-            examples += f" to {max(example_counts)}"
         facts = {"runs": " | ".join(settings)}
         if own_methods:
             facts[OWN_METHODS] = ", ".join(own_methods)
         # all runs of a figure are on one model
         facts["weights"] = self.runs[0].run.source.fingerprint
+        examples = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         facts["examples"] = f"{examples} of each task"
         if omissions:
             facts["left out"] = "; ".join(omissions)
@@ -288,32 +261,23 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     names = split_list(options["dataset"]) if "dataset" in options else datasets
     # a figure with several datasets has a budget for each, so the user can choose among them but name no other
     has_budget_by_dataset = len(datasets) > 1
-    if has_budget_by_dataset:
-        _check_datasets(figure, names, datasets)
+    for name in names:
+        if has_budget_by_dataset and not any(_is_within(name, dataset) for dataset in datasets):
+            raise UsageError(
+                f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
+                f"{', '.join(datasets)}"
+            )
     # results= only names the folder, and limit= may be meant for other figures of the same command
     options_of_runs = [key for key in options if key not in ("results", "limit")]
     if options_of_runs and not sweeps:
         raise UsageError(f"{options_of_runs[0]}= is not possible with {figure.id}: it is computed from formulas alone")
     sweep_runs = []
     for sweep in sweeps:
-        sweep_names = names
-        if has_budget_by_dataset:
-            sweep_names = [name for name in names if _is_within(name, sweep.reads(tiny))]
+        read = [name for name in names if not has_budget_by_dataset or _is_within(name, sweep.reads(tiny))]
         # a sweep without any of the user's datasets is not run
-        if sweep_names:
-            sweep_options = dict(options) | {"dataset": ",".join(sweep_names)}
-            sweep_runs.append(_plan_sweep(figure, sweep, model, sweep_options))
+        if read:
+            sweep_runs.append(_plan_sweep(figure, sweep, model, dict(options) | {"dataset": ",".join(read)}))
     return MeasuredFigure(tuple(sweep_runs))
-
-
-def _check_datasets(figure: Figure, names: Sequence[str], datasets: Sequence[str]) -> None:
-    """Raise UsageError if one of ``names`` is none of the figure's ``datasets`` and no task of one."""
-    for name in names:
-        if not any(_is_within(name, dataset) for dataset in datasets):
-            raise UsageError(
-                f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
-                f"{', '.join(datasets)}"
-            )
 
 
 def _is_within(name: str, dataset: str) -> bool:
@@ -321,22 +285,15 @@ def _is_within(name: str, dataset: str) -> bool:
 
 
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
+    """Plan the run of one sweep on a model, with the methods that the user names or else with the sweep's points."""
     cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
+        # the full cache has no stages and is no point of its own
+        own = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
         # a figure with an x axis draws several budgets of a method as one line
-        return _plan_own_methods(sweep, cfg, several="x" in figure.columns)
-    return _plan_points(sweep, cfg, model)
-
-
-def _plan_own_methods(sweep: Sweep, cfg: RunConfig, several: bool) -> SweepRun:
-    # the full cache has no stages and is no point of its own
-    chain_configs = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
-    points = _make_own_points([chain_config.label for chain_config in chain_configs], several)
-    chains = tuple(chain_config.chain for chain_config in chain_configs)
-    return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
-
-
-def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
+        points = _make_own_points([chain_config.label for chain_config in own], several="x" in figure.columns)
+        chains = tuple(chain_config.chain for chain_config in own)
+        return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
     preset_values: Mapping[str, object] = {}
     if sweep.preset:
         # a preset can have values for single models of conf/model; a folder or hub id gets the values for any model
@@ -346,44 +303,34 @@ def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
         stand_in = replace(stand_ins.TINY, paper_length=sweep.length)
     chains = tuple(_build_chain(point, preset_values, stand_in) for point in sweep.points)
     # scaling can make two points one chain, which is measured once
-    labels: dict[Chain, str] = {}
-    for point, chain in zip(sweep.points, chains, strict=True):
-        labels[chain] = f"{point.series} {point.x:g}"
+    labels = {chain: f"{point.series} {point.x:g}" for point, chain in zip(sweep.points, chains, strict=True)}
     cfg = replace(cfg, chains=tuple(ChainConfig(chain, label) for chain, label in labels.items()))
     return SweepRun(sweep, run_plan.prepare(cfg), chains)
 
 
 def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:
+    # the user's ``options`` replace the figure's
     merged: dict[str, object] = {"model": model, "limit": figure.each}
     arguments = list(sweep.arguments)
     if model != stand_ins.MODEL:
         arguments += sweep.pretrained
     # a run refuses an option that one of its datasets does not have, so such options of the figure are dropped
-    known_options = []
-    for name in split_list(options["dataset"]):
-        dataset, _, _ = name.partition("/")
-        known_options.append(entries("dataset").get(dataset, {}))
+    known = [entries("dataset").get(name.partition("/")[0], {}) for name in split_list(options["dataset"])]
     for key, value in split_options(arguments).items():
-        if all(key in known for known in known_options):
+        if all(key in options_of_dataset for options_of_dataset in known):
             merged[key] = value
     if sweep.preset:
         merged["preset"] = sweep.preset
     # a run needs a method; the chains of the sweep's points replace it, unless the user names methods
-    merged |= {"method": "full", "baseline": sweep.baseline}
-    return merged | dict(options)
+    return merged | {"method": "full", "baseline": sweep.baseline} | dict(options)
 
 
 def _make_own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
-    # each line is a label without its budgets
+    # each line is a label without its budgets: a clear name if no other method has the same. Methods whose labels
+    # differ only in budgets share a series if a series can have several points
     lines = [line_of(label) for label in labels]
-    points = []
-    for label, line in zip(labels, lines, strict=True):
-        name = label
-        # a label without budgets is shorter, and a clear name if no other method has the same
-        if several or lines.count(line) == 1:
-            name = line
-        points.append(Point(name, math.nan, label))
-    return tuple(points)
+    names = [line if several or lines.count(line) == 1 else label for label, line in zip(labels, lines, strict=True)]
+    return tuple(Point(name, math.nan, label) for name, label in zip(names, labels, strict=True))
 
 
 def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: row_knobs.StandIn | None) -> Chain:
@@ -400,36 +347,32 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
 
 
 def _name_task(group: Group, groups: Sequence[Group]) -> str:
+    # the name of a group's task in a figure's data, which no other group of the run has
     task_id = group.task.id
     if len(groups) == 1:
         return task_id
     # an id is dataset/part if the dataset has several tasks; a dataset with one task has no parts
-    _, _, part = task_id.partition("/")
-    name = part or task_id
-    ids = [other.task.id for other in groups]
-    if ids.count(task_id) > 1:
+    name = task_id.partition("/")[2] or task_id
+    if [other.task.id for other in groups].count(task_id) > 1:
         # the groups of a grid have the swept values behind the id of their task
         name += group.column.removeprefix(task_id)
     return name
 
 
 def _make_gain_columns(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:
+    # ``scale``: the best score minus the worst, as printed, which bounds a difference
     gain, interval = stats.mean_over_tasks(differences_by_task, bounds=(-scale, scale))
     low, high = interval or (None, None)
     return {"gain": gain, "gain_low": low, "gain_high": high}
 
 
 def _count_held(summaries: Sequence[CellSummary]) -> dict[str, float]:
-    # a sum over all prompts is the sum of n * mean over cells
-    kept = float(sum(summary.n * summary.kept for summary in summaries))
-    prompt_tokens = float(sum(summary.n * summary.prompt_tokens for summary in summaries))
-    payload16 = float(sum(summary.n * summary.payload16 for summary in summaries))
-    overhead16 = float(sum(summary.n * summary.overhead16 for summary in summaries))
-    full16 = float(sum(summary.n * summary.full16 for summary in summaries))
-    return {
-        "kept": 100 * kept / prompt_tokens,
-        "bytes": share(payload16=payload16, overhead16=overhead16, full16=full16),
-    }
+    # over all prompts of the cells: a sum over all prompts is the sum of n * mean over cells
+    sums = {}
+    for name in ("kept", "prompt_tokens", "payload16", "overhead16", "full16"):
+        sums[name] = float(sum(summary.n * getattr(summary, name) for summary in summaries))
+    kept = 100 * sums.pop("kept") / sums.pop("prompt_tokens")
+    return {"kept": kept, "bytes": share(**sums)}
 
 
 def _make_task_columns(result: _TaskResult) -> Row:
@@ -440,28 +383,24 @@ def _make_task_columns(result: _TaskResult) -> Row:
 
 
 def _make_mean_columns(results: Sequence[_TaskResult]) -> Row:
+    # every task has the same weight, and the interval comes from the spread of the scores within each task
     means = [result.means for result in results]
-    metric_names = {task_means.metric for task_means in means}
     row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
     row |= _count_held(means)
-    # a perplexity is stored as a log loss, and the mean of a log loss and a score has no meaning
-    has_perplexity = any(metric(name).formula for name in metric_names)
-    if has_perplexity or any(task_means.score is None for task_means in means):
+    # a perplexity is stated as a log loss, and the mean of a log loss and a score has no meaning
+    if any(metric(task_means.metric).formula or task_means.score is None for task_means in means):
         return row
-    # all metrics but perplexities have one scale, so the name of any task's metric will do
-    metric_name = next(iter(metric_names))
-    scale = metric(metric_name).scale
-    # scores are stored from 0 to 1, and shown in the metric's unit
+    # all metrics but perplexities have one scale, so the name of any task's metric will do; scores are stored from 0
+    # to 1, and shown in the metric's unit
+    scale = metric(means[0].metric).scale
     score, interval = stats.mean_over_tasks([result.pairs[:, 0] for result in results])
     low, high = stats.scaled(interval, scale) or (None, None)
     row |= {"score": scale * score, "low": low, "high": high}
-    return row | _make_relative_columns([result.pairs for result in results], metric_name)
+    return row | _make_relative_columns([result.pairs for result in results], means[0].metric)
 
 
 def _make_relative_columns(pairs_by_task: Sequence[stats.Pairs], metric_name: str) -> Row:
-    if metric(metric_name).formula:
-        relative = stats.Share()
-    else:
-        relative = stats.share_of_full(pairs_by_task)
+    # a perplexity has no share of the full cache's, so its columns are None
+    relative = stats.Share() if metric(metric_name).formula else stats.share_of_full(pairs_by_task)
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

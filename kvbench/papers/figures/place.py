@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
@@ -18,76 +17,47 @@ LEFT_OUT = "left out"
 """The key of a CSV's fact that names missing measurements."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The options of a command that decide which folder each of its figures goes to.
+def choose_folder(
+    figure: Figure, facts: Mapping[str, object], options: Mapping[str, str], results: str, model: str
+) -> Path:
+    """Return the folder for a figure whose CSV has these facts.
 
-    results, model: the command's results folder and model.
-    output: the folder of ``output=``, where all figures go; '' without it.
-    settings: the options that change a figure, such as ``limit=1``.
+    With ``output=`` this is always the folder that the user named. Without it, a figure with its declared settings goes
+    to the folder of results. Figures of the user's methods and figures with other settings go to the folder of the
+    user's own figures. So does a figure that would replace one with other facts. A message says where the last two go.
+
+    options: the command's options by key.
+    results, model: the command's results folder and model, given or by default.
     """
-
-    results: Path
-    model: str
-    output: str = ""
-    settings: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, options: Mapping[str, str], results: str, model: str) -> Place:
-        """Return the place for the figures of a command.
-
-        options: the command's options by key.
-        results, model: the command's results folder and model, given or by default.
-        """
-        settings = tuple(f"{key}={value}" for key, value in options.items() if key not in SAME_FIGURE)
-        return cls(Path(results), model, options.get("output", ""), settings)
-
-    def folder(self, figure: Figure, facts: Mapping[str, object]) -> Path:
-        """Return the folder for a figure whose CSV has these facts.
-
-        With ``output=`` this is always the folder that the user named. Without it, a figure with its declared settings
-        goes to the folder of results. Figures of the user's methods and figures with other settings go to the folder
-        of the user's own figures. So does a figure that would replace one with other facts. A message says where the
-        last two go.
-        """
-        if self.output:
-            return Path(self.output)
-        results_folder = figure_folder(self.results, self.model)
-        users_folder = own_folder(self.results, self.model)
-        # figures of the user's methods never go to the folder of results, even if that is empty
-        if OWN_METHODS in facts:
-            return users_folder
-        path = results_folder / f"{figure.id}.csv"
-        if path.exists():
-            # equal facts mean that both figures show the same data, so replacing the old one loses nothing
-            if _can_replace(facts_of(read_text(path, figure.id)), {"figure": figure.id} | dict(facts)):
-                return results_folder
-            say(
-                f"{path} shows something else and stays: {figure.id} goes to {users_folder}; "
-                "output=FOLDER names another"
-            )
-            return users_folder
-        # a figure with other settings must not be the first here: the declared one could not replace it later
-        if self.settings:
-            settings = " ".join(self.settings)
-            say(f"{figure.id} with {settings} goes to {users_folder}; output=FOLDER names another")
-            return users_folder
-        return results_folder
+    if options.get("output"):
+        return Path(options["output"])
+    results_folder, users_folder = figure_folder(results, model), own_folder(results, model)
+    # figures of the user's methods never go to the folder of results, even if that is empty
+    if OWN_METHODS in facts:
+        return users_folder
+    path = results_folder / f"{figure.id}.csv"
+    if path.exists():
+        # equal facts mean that both figures show the same data, so replacing the old one loses nothing
+        if _can_replace(facts_of(read_text(path, figure.id)), {"figure": figure.id} | dict(facts)):
+            return results_folder
+        say(f"{path} shows something else and stays: {figure.id} goes to {users_folder}; output=FOLDER names another")
+        return users_folder
+    # a figure with other settings must not be the first here: the declared one could not replace it later
+    settings = " ".join(f"{key}={value}" for key, value in options.items() if key not in SAME_FIGURE)
+    if settings:
+        say(f"{figure.id} with {settings} goes to {users_folder}; output=FOLDER names another")
+        return users_folder
+    return results_folder
 
 
 def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
-    if _normalise(old) != _normalise(new):
-        return False
-    return LEFT_OUT not in new or LEFT_OUT in old
+    # both must show the same, and the new figure may lack measurements only if the old figure does
+    return _normalise(old) == _normalise(new) and (LEFT_OUT not in new or LEFT_OUT in old)
 
 
 def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
-    texts = {}
-    for key, value in facts.items():
-        if key != LEFT_OUT:
-            # a fact in a CSV is a text, and a list may stand there as [1, 2] or as 1,2
-            texts[key] = re.sub(r"[\[\]\s]", "", str(value))
-    return texts
+    # a fact in a CSV is a text, and a list may stand there as [1, 2] or as 1,2
+    return {key: re.sub(r"[\[\]\s]", "", str(value)) for key, value in facts.items() if key != LEFT_OUT}
 
 
 def redrawn_path(figure: Figure, csv: Path, text: str, results: str, output: str) -> Path:
@@ -99,14 +69,13 @@ def redrawn_path(figure: Figure, csv: Path, text: str, results: str, output: str
     csv, text: the path and the content of the CSV.
     """
     if output:
-        stem = Path(output) / figure.id
-    elif results:
-        stem = Path(results) / "figures" / figure.id
-    else:
+        return Path(output) / figure.id
+    if not results:
         return csv.with_suffix("")
     # with output= the user names the folder, and answers for what is in it
+    stem = Path(results) / "figures" / figure.id
     beside = stem.with_suffix(".csv")
-    if not output and beside.exists() and read_text(beside, figure.id) != text:
+    if beside.exists() and read_text(beside, figure.id) != text:
         raise UsageError(
             f"--from-csv {csv}: {beside} holds other data, and its picture would no longer show them: give "
             "output=FOLDER, another place"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 
 from kvbench.papers.forensics.finding import Finding, doubt
 from kvbench.papers.forensics.identity import identity
@@ -36,7 +36,9 @@ def find_copies(book: Book) -> Iterator[Finding]:
     # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
     # there are many pairs: what depends on one row is looked up before them
-    row_facts = [(row, identity(row), {dataset: cell.printed for dataset, cell in row.scores.items()}) for row in rows]
+    row_facts = []
+    for row in rows:
+        row_facts.append((row, identity(row), {dataset: cell.printed for dataset, cell in row.scores.items()}))
     for (first, first_identity, first_texts), (second, second_identity, second_texts) in combinations(row_facts, 2):
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
         if first.paper != second.paper or first_identity == second_identity:
@@ -106,7 +108,7 @@ def find_breaks(book: Book) -> Iterator[Finding]:
         series = [row for row in group if "%" in row.settings.get("k", "")]
         series.sort(key=lambda row: float(row.settings["k"].rstrip("%n")))
         # a row may lack a dataset that the others have
-        for dataset in dict.fromkeys(dataset for row in series for dataset in row.scores):
+        for dataset in dict.fromkeys(chain.from_iterable(row.scores for row in series)):
             rows = [row for row in series if dataset in row.scores]
             if len(rows) >= SERIES:
                 yield from _find_breaks_of_dataset(rows, dataset)

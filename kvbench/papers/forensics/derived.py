@@ -20,7 +20,9 @@ def find_wrong_values(book: Book) -> Iterator[Finding]:
     The check is ``rounding`` if hidden digits of the inputs can explain the difference, else ``derived``.
     """
     # rules recompute the cell objects that the rows of the book hold, so id() finds the row of a cell
-    row_of_cell = {id(cell): row for row in book.rows for cell in row.cells.values()}
+    row_of_cell: dict[int, PublishedRow] = {}
+    for row in book.rows:
+        row_of_cell.update((id(cell), row) for cell in row.cells.values())
     for exact in recomputed_cells(book):
         if exact.grade == "equal":
             continue

@@ -319,7 +319,8 @@ def _recompute_benchmark(book: Book) -> Iterator[Exact]:
 
 def _apply_formulas(book: Book) -> Iterator[Exact]:
     # without the paper's cells a formula would find none, and that would look like an error
-    frames = {paper: read_frame(book, paper, printed_number) for paper in {f.paper for f in FORMULAS} & book.papers}
+    papers = {formula.paper for formula in FORMULAS} & book.papers
+    frames = {paper: read_frame(book, paper, printed_number) for paper in papers}
     for formula in FORMULAS:
         if formula.paper not in frames:
             continue

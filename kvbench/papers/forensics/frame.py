@@ -13,11 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 import pandas as pd
+from pandas import Series
 
 from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec.published_cells import Book
-
-Series = pd.Series
 
 
 def read_frame(book: Book, paper: str, read: Callable[[str], Any] = float) -> pd.DataFrame:
@@ -39,8 +38,12 @@ def find(cells: pd.DataFrame, **fields: object) -> pd.DataFrame:
     """Return the lines with these values by column: a text with ``*`` for anything, a number, or a list of these."""
     for name, wanted in fields.items():
         patterns = wanted if isinstance(wanted, list) else [wanted]
-        cells = cells[[any(fnmatchcase(str(value), str(p)) for p in patterns) for value in cells[name]]]
+        cells = cells[[_fits(str(value), patterns) for value in cells[name]]]
     return cells
+
+
+def _fits(text: str, patterns: Sequence[object]) -> bool:
+    return any(fnmatchcase(text, str(pattern)) for pattern in patterns)
 
 
 def series(cells: pd.DataFrame, by: str | list[str], **fields: object) -> Series[Any]:
@@ -58,7 +61,8 @@ def number(cells: pd.DataFrame, **fields: object) -> Any:
     """Return the number of the one line that ``find`` finds. Raises KvbenchError for none or several."""
     values = list(find(cells, **fields)["value"])
     if len(values) != 1:
-        raise KvbenchError(f"{fields} finds {'several cells of one name' if values else 'no cell'}")
+        found = "several cells of one name" if values else "no cell"
+        raise KvbenchError(f"{fields} finds {found}")
     return values[0]
 
 
@@ -87,7 +91,9 @@ def divide(left: Series[Any], right: Series[Any]) -> Series[Any]:
 def _repeat(right: Series[Any], left: Series[Any]) -> Series[Any]:
     # a full row, named by its model, stands beside every budget of the model; pandas would sort the cells
     levels = [left.index.get_level_values(name) for name in right.index.names]
-    names = levels[0] if len(levels) == 1 else pd.MultiIndex.from_arrays(levels)
+    names = levels[0]
+    if len(levels) > 1:
+        names = pd.MultiIndex.from_arrays(levels)
     return Series(right.reindex(names).to_numpy(), left.index)
 
 
@@ -106,8 +112,11 @@ def group_lines(values: Series[Any]) -> list[tuple[tuple[Any, ...], list[tuple[s
 
 def count_rising(values: Series[Any]) -> int:
     """Return the number of lines of a series (see ``group_lines``) that never fall from one value to the next."""
-    lines = [[value for _, value in cells] for _, cells in group_lines(values)]
-    return sum(line == sorted(line) for line in lines)
+    count = 0
+    for _, cells in group_lines(values):
+        line = [value for _, value in cells]
+        count += line == sorted(line)
+    return count
 
 
 def describe_falls(pattern: str, values: Series[Any], least: float = 0, rising: bool = True) -> list[str]:
@@ -144,10 +153,13 @@ def describe_lines(values: Series[Any], form: str = "{}", sep: str = ", ") -> st
     """Return a text with the labels and the values of each line (see ``group_lines``). ``form`` formats a value."""
     texts = []
     for shared, cells in group_lines(values):
-        texts.append(" ".join([*shared, sep.join(form.format(value) for _, value in cells)]))
+        line = sep.join(form.format(value) for _, value in cells)
+        texts.append(" ".join(list(shared) + [line]))
     return "; ".join(texts)
 
 
 def _list_names(values: Series[Any]) -> Sequence[tuple[Any, ...]]:
     # with one level, pandas gives the label alone
-    return list(values.index) if values.index.nlevels > 1 else [(label,) for label in values.index]
+    if values.index.nlevels > 1:
+        return list(values.index)
+    return [(label,) for label in values.index]

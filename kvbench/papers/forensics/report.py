@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from textwrap import fill
 
 import pandas as pd
@@ -107,13 +107,20 @@ def exact_text(exact: Sequence[Exact], style: str) -> str:
 
 def exact_json(exact: Sequence[Exact]) -> list[dict[str, object]]:
     """Return recomputed cells as plain data."""
-    fields = ("row", "column", "published", "shown", "formula", "grade", "ok")
-    records = []
-    for value in exact:
-        record: dict[str, object] = {"paper": value.cell.paper, "table": value.cell.table}
-        record |= {"recomputed" if name == "shown" else name: getattr(value, name) for name in fields}
-        records.append(record)
-    return records
+    return [
+        {
+            "paper": value.cell.paper,
+            "table": value.cell.table,
+            "row": value.row,
+            "column": value.column,
+            "published": value.published,
+            "recomputed": value.shown,
+            "formula": value.formula,
+            "grade": value.grade,
+            "ok": value.ok,
+        }
+        for value in exact
+    ]
 
 
 def as_json(findings: Sequence[Finding], book: Book) -> dict[str, object]:
@@ -163,7 +170,9 @@ def markdown(findings: Sequence[Finding], book: Book, subject: str) -> str:
 
 
 def _name_places(finding: Finding) -> str:
-    return ", ".join(map(name_table, finding.table.split("+"))) if finding.table else ""
+    if not finding.table:
+        return ""
+    return ", ".join(map(name_table, finding.table.split("+")))
 
 
 def _name_paper(paper: str) -> str:
@@ -184,7 +193,7 @@ def _write_summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
         counts = [sum(cell.paper == paper for cell in book.cells), len(recomputed)]
         counts += [sum(not value.ok for value in recomputed)] + [weights[weight] for weight in WEIGHTS]
         statements = f"{verdicts[HOLDS]} / {verdicts[PARTLY]} / {verdicts[FAILS]}"
-        rows.append([paper, *map(str, counts), statements])
+        rows.append([paper] + list(map(str, counts)) + [statements])
     heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(heads, rows)
     # a measurement that is printed three times counts once
@@ -223,12 +232,12 @@ def _write_full_rows(book: Book) -> Iterator[str]:
     yield "Scores compare inside a paper only.\n"
     for model, group in pd.Series(collect_baselines(book)).groupby(level=0, sort=False):
         # a column for each paper that prints the model, in the order of appearance
-        papers = list(dict.fromkeys(paper for cell_by_paper in group for paper in cell_by_paper))
+        papers = list(dict.fromkeys(chain.from_iterable(group)))
         rows = []
         for (_, dataset), cell_by_paper in group.items():
             printed = [cell_by_paper[paper].printed if paper in cell_by_paper else "" for paper in papers]
-            rows.append([dataset, *printed, format_fixed(find_largest_gap(cell_by_paper), 2)])
-        yield f"### {model}\n\n{table(['dataset', *papers, 'apart'], rows)}"
+            rows.append([dataset] + printed + [format_fixed(find_largest_gap(cell_by_paper), 2)])
+        yield f"### {model}\n\n{table(['dataset'] + papers + ['apart'], rows)}"
 
 
 def _write_grades(book: Book, name: str) -> Iterator[str]:
@@ -243,7 +252,7 @@ def _write_grades(book: Book, name: str) -> Iterator[str]:
     for paper, table_id in sorted(grades, key=lambda place: (place[0], not place[1].isdigit(), place[1].zfill(3))):
         counts = grades[paper, table_id]
         numbers = [counts.total()] + [counts[grade] for grade in ("equal", "rounding", "off")]
-        rows.append([paper, name_table(table_id), *map(str, numbers)])
+        rows.append([paper, name_table(table_id)] + list(map(str, numbers)))
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
 
 
@@ -266,6 +275,8 @@ def _write_flags(book: Book, name: str) -> Iterator[str]:
     )
     rows = []
     for (kind, paper, table_id, label, reason), cells in sorted(cells_by_reason.items()):
-        names = f"{len(cells)} cells" if len(cells) > FEW_CELLS else ", ".join(cells)
+        names = ", ".join(cells)
+        if len(cells) > FEW_CELLS:
+            names = f"{len(cells)} cells"
         rows.append((kind, paper, name_table(table_id), label, names, reason))
     yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)

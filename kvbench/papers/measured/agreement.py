@@ -28,15 +28,18 @@ def describe_agreement(table: PaperTable) -> list[str]:
     filled, printed = count_filled(table)
     if not filled:
         return []
-    lines = [*_describe_order(table), *_describe_differences(table)]
-    lines.append(f"Filled: {filled} of {printed} cells." if filled < printed else f"Filled: all {printed} cells.")
-    return lines
+    share = f"all {printed}" if filled == printed else f"{filled} of {printed}"
+    return list(_describe_order(table)) + list(_describe_differences(table)) + [f"Filled: {share} cells."]
 
 
 def count_filled(table: PaperTable) -> tuple[int, int]:
     """Return (how many of the printed cells hold a number of ours, how many printed cells there are), without means."""
-    cells = [c for line in table.lines for c in _list_scores(table, line) if c.paper_value is not None]
-    return sum(cell.score is not None for cell in cells), len(cells)
+    filled = printed = 0
+    for line in table.lines:
+        cells = [cell for cell in _list_scores(table, line) if cell.paper_value is not None]
+        printed += len(cells)
+        filled += sum(cell.score is not None for cell in cells)
+    return filled, printed
 
 
 def order_of_rows(table: PaperTable) -> dict[str, float]:
@@ -84,20 +87,22 @@ def differences_of_rows(table: PaperTable) -> list[tuple[str, str, str]]:
             if not published:
                 continue
             point, interval = stats.mean_over_tasks(differences, bounds=None)
-            names = (a.name, b.name)
+            ahead, behind = a.name, b.name
             if published < 0:
-                names, point = (names[1], names[0]), -point
+                ahead, behind, point = behind, ahead, -point
             verdict = SEEN if point > 0 else REVERSED
             if interval is None or interval[0] <= 0 <= interval[1]:
                 verdict = UNTOLD
-            verdicts.append((*names, verdict))
+            verdicts.append((ahead, behind, verdict))
     return verdicts
 
 
 def mean_tau(taus: Sequence[float]) -> tuple[float, stats.Interval | None]:
     """Return (the mean of the columns' taus, its 95 % interval over columns)."""
-    interval = stats.mean_interval(taus, bounds=(-1.0, 1.0)) if len(taus) > 1 else None
-    return float(np.mean(taus)), interval
+    mean = float(np.mean(taus))
+    if len(taus) < 2:
+        return mean, None
+    return mean, stats.mean_interval(taus, bounds=(-1.0, 1.0))
 
 
 def _describe_order(table: PaperTable) -> Iterator[str]:
@@ -126,8 +131,10 @@ def _describe_differences(table: PaperTable) -> Iterator[str]:
     )
     against = [f"{ahead} over {behind}" for ahead, behind, verdict in verdicts if verdict == REVERSED]
     if against:
-        more = f" and {len(against) - MOST_NAMED} more" if len(against) > MOST_NAMED else ""
-        text += f" Reversed: {'; '.join(against[:MOST_NAMED])}{more}."
+        text += f" Reversed: {'; '.join(against[:MOST_NAMED])}"
+        if len(against) > MOST_NAMED:
+            text += f" and {len(against) - MOST_NAMED} more"
+        text += "."
     yield text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -284,7 +285,9 @@ def _list_unlike_conditions(table: PaperTable, line: Line, column: Column) -> It
 
 def _print_side(table: PaperTable, line: Line, column: Column, exact: Mapping[Published, str]) -> Side:
     printed = line.printed[column.name]
-    budget = line.printed.get(Column(column.dataset, BUDGET).name) if column.quantity == SCORE else None
+    budget = None
+    if column.quantity == SCORE:
+        budget = line.printed.get(Column(column.dataset, BUDGET).name)
     full = _find_printed_full(table, line, column)
     return {
         "value": printed.points,
@@ -301,7 +304,9 @@ def _print_side(table: PaperTable, line: Line, column: Column, exact: Mapping[Pu
 
 def _find_printed_full(table: PaperTable, line: Line, column: Column) -> Published | None:
     full = table.spec.full_row(line.model)
-    return None if full is None else full.cells.get(column.name)
+    if full is None:
+        return None
+    return full.cells.get(column.name)
 
 
 def _compute_printed_share(value: Published, full: Published | None) -> float | None:
@@ -338,12 +343,15 @@ def _average_sides(
     # if one of the averaged columns has no number, the average has no number either, and the first such column says why
     deciding = next((side for side in ours if side["status"] != "measured"), None)
     if deciding is not None:
-        is_missing = any(side["status"] in ("missing", "none") for side in ours)
-        return {"status": "missing" if is_missing else deciding["status"], "reason": deciding["reason"]}, paper
+        status = deciding["status"]
+        if any(side["status"] in ("missing", "none") for side in ours):
+            status = "missing"
+        return {"status": status, "reason": deciding["reason"]}, paper
     share = stats.share_of_full([side["pairs"] for side in ours], of_ratios=averages_shares)
     share_low, share_high = share.ci or (None, None)
     # an average of shares is taken over the tasks' shares, not from the means of both sides
-    values = [side["share" if averages_shares else "value"] for side in ours]
+    field = "share" if averages_shares else "value"
+    values = [side[field] for side in ours]
     known_values = [value for value in values if value is not None]
     average = {
         "status": "measured",
@@ -355,7 +363,7 @@ def _average_sides(
         # a mean over tasks rests on all of their examples
         "n": sum(side["n"] for side in ours),
         "of": sum(side["of"] for side in ours),
-        "unlike": tuple(dict.fromkeys(condition for side in ours for condition in side["unlike"])),
+        "unlike": tuple(dict.fromkeys(chain.from_iterable(side["unlike"] for side in ours))),
     }
     return average, paper
 
@@ -364,7 +372,8 @@ def _average_printed(
     table: PaperTable, line: Line, readable: Sequence[tuple[Column, Side, Side]], averages_shares: bool
 ) -> Side:
     # the paper prints no average over only some of the columns
-    values = [(PAPER | paper)["share" if averages_shares else "value"] for _, _, paper in readable]
+    field = "share" if averages_shares else "value"
+    values = [(PAPER | paper)[field] for _, _, paper in readable]
     if any(value is None for value in values):
         return {"value": None}
     mean = fmean(values)
@@ -386,17 +395,22 @@ def _find_contradicting_average(line: Line, computed: float) -> float | None:
     # decimals(printed) digits stand behind the point, so 10^-decimals is a unit of the last digit
     rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
     # NaN is within no distance
-    return None if abs(stated.value - computed) <= rounding else stated.value
+    if abs(stated.value - computed) <= rounding:
+        return None
+    return stated.value
 
 
 def _find_average_offset(table: PaperTable, line: Line) -> int:
     # 100 if the paper prints a share's distance from 100; it prints the full cache's average as a share nevertheless
     stated = _find_stated_average(line)
-    is_distance = table.spec.average == RELATIVE and (stated is None or stated.metric != RATIO)
-    return 100 if is_distance else 0
+    if table.spec.average == RELATIVE and (stated is None or stated.metric != RATIO):
+        return 100
+    return 0
 
 
 def _find_stated_average(line: Line) -> Published | None:
     # an average of another quantity than scores has the quantity's name behind it
     names = [name for name in line.printed if name == AVERAGE.name or name.startswith("avg/")]
-    return line.printed[min(names, key=lambda name: name != AVERAGE.name)] if names else None
+    if not names:
+        return None
+    return line.printed[min(names, key=lambda name: name != AVERAGE.name)]

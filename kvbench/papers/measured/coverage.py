@@ -132,4 +132,5 @@ def _replace(path: Path, fields: Sequence[str], table: str, lines: Sequence[Coun
     # other tables keep their lines, so that one can be written alone
     kept = [line for line in _read(path, fields) if line["table"] != table]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(writers.csv(fields, sorted([*kept, *lines], key=place_of)), encoding="utf-8")
+    kept = sorted(kept + list(lines), key=place_of)
+    path.write_text(writers.csv(fields, kept), encoding="utf-8")

@@ -44,12 +44,16 @@ def render(
     texts = format_cells(table, show, intervals and style != "md")
     notes = write_notes(table, show)
     # the paper's own numbers rest on the paper's examples
-    caution = warn_of_few_examples(table) if show != "published" else ""
+    caution = ""
+    if show != "published":
+        caution = warn_of_few_examples(table)
     if style == "html":
         return fill_template("table.html", heading=heading, caution=caution, table=writers.html(texts), notes=notes)
     if style == "md":
-        above = f"**{caution}**\n\n" if caution else ""
-        text = f"# {heading}\n\n{above}{writers.compose([texts], notes, style)}"
+        text = f"# {heading}\n\n"
+        if caution:
+            text += f"**{caution}**\n\n"
+        text += writers.compose([texts], notes, style)
         if intervals and any(cell.scores for cell in table.pairs):
             folded = writers.markdown(format_cells(table, "ours", intervals=True))
             text += f'\n<details markdown="1"><summary>95 % intervals</summary>\n\n{folded}\n</details>\n'
@@ -57,7 +61,7 @@ def render(
     footer = "".join(f"{writers.note(note, style)}\n" for note in notes)
     if style == "latex":
         # an empty tabular would look like a fault of the document; the first column has the rows' labels
-        shown = any(text.strip("—") for row in texts.rows for text in row[1:])
+        shown = any("".join(row[1:]).strip("—") for row in texts.rows)
         if not shown and all(cell.status in ("none", "missing") for cell in table.pairs):
             hint = "% There is no number in it yet: leave out --stored, or take --show published."
             return f"% {heading}\n{hint}\n{footer}"

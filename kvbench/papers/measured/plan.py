@@ -116,12 +116,17 @@ class PaperTable:
             return ()
         # a workload that could not be read has no groups
         groups = self.groups.get(workload, ())
-        return tuple((group, cell) for group in groups for cell in group.cells if cell.chain == wanted)
+        parts: list[tuple[Group, Cell]] = []
+        for group in groups:
+            parts += [(group, cell) for cell in group.cells if cell.chain == wanted]
+        return tuple(parts)
 
     def why_absent(self, line: Line, column: Column) -> str:
         """Return why a line's workload in a column cannot be read; '' if it can."""
         workload = line.reads.get(column.dataset)
-        return "" if workload is None else self.absent.get(workload, "")
+        if workload is None:
+            return ""
+        return self.absent.get(workload, "")
 
     def read_result(
         self, line: Line, column: Column, reader: SampleReader | None = None, chain: Chain | None = None
@@ -175,9 +180,9 @@ def stored_scores(reader: SampleReader, group: Group, cell: Cell) -> dict[str, f
     scores = {}
     for example in group.examples:
         # an example may have no answer yet, or an answer that could not be scored
-        score = samples[example.id].score if example.id in samples else None
-        if score is not None:
-            scores[example.id] = score
+        sample = samples.get(example.id)
+        if sample is not None and sample.score is not None:
+            scores[example.id] = sample.score
     return scores
 
 
@@ -281,13 +286,19 @@ def _prepare_scores(spec: TableSpec, model: str, options: dict[str, str], inputs
     absent, reading_notes = _choose_workloads(chooser, lines, family, stand_in)
     notes += reading_notes
     planned = PaperTable(spec, model, stand_in, _make_rows(lines), absent=absent, notes=tuple(notes))
-    workloads = dict.fromkeys(w for line in lines if line["chain"] is not None for w in line["reads"].values())
+    workloads: dict[TableWorkload, None] = {}
+    for line in lines:
+        if line["chain"] is not None:
+            workloads |= dict.fromkeys(line["reads"].values())
     readable = [workload for workload in workloads if workload not in absent]
     # without data, or without a row for this model, there is nothing to run
     if not readable:
         return planned
     run, groups = _plan_run(chooser, planned.lines, readable)
-    sizes = [len(g.task.examples) for w, some in groups.items() if w.entry == FAMILIES["mini"] for g in some]
+    sizes = []
+    for workload, of_workload in groups.items():
+        if workload.entry == FAMILIES["mini"]:
+            sizes += [len(group.task.examples) for group in of_workload]
     if sizes:
         notes.append(f"LongBench's columns have MiniLongBench's examples, {min(sizes)} to {max(sizes)} a task.")
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
@@ -349,7 +360,8 @@ def _build_line(
             knobs |= row_knobs.scale_windows(values, stages, size)
             # a table's own arguments replace those of SAMPLES
             own = stand_ins.SAMPLES | dict(spec.stand_in) if tiny else stand_ins.choose_depth_knobs(size)
-            knobs |= {f"method.{s}.{key}": value for s in stages for key, value in own.get(s, {}).items()}
+            for stage in stages:
+                knobs |= {f"method.{stage}.{key}": value for key, value in own.get(stage, {}).items()}
         knobs |= spec.arguments.get(row.method, {})
 
         def build_chain(dataset_setting: str = "") -> Chain:
@@ -402,7 +414,10 @@ def _plan_run(
     datasets = []
     for whole, label in label_of.items():
         # a dataset without parts is read as a whole
-        parts = dict.fromkeys(part for w in workloads if w.whole == whole for part in w.parts or ())
+        parts: dict[str, None] = {}
+        for workload in workloads:
+            if workload.whole == whole:
+                parts |= dict.fromkeys(workload.parts or ())
         datasets.append(chooser.configure_dataset(replace(whole, parts=tuple(parts) or None), label))
     # each chain once, labelled with the name of the first row that has it; a chain without stages is the full cache
     names: dict[Chain, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from textwrap import wrap
 from typing import Any
 
@@ -58,14 +59,18 @@ def format_cells(table: PaperTable, show: str, intervals: bool = False) -> Table
         field = "share"
     # the column's number of examples, which its head names
     lines = [(line, table.pairs_of(line)) for line in table.lines]
-    counts = [max(cells[i].n for _, cells in lines) for i in range(len(table.columns))]
+    counts = []
+    for i in range(len(table.columns)):
+        counts.append(max(cells[i].n for _, cells in lines))
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for heading, block in _group_by_heading(table, lines).items():
         headings[len(rows)] = heading
         # the other rows are compared with the base row, so it is never the best one
         compressed = [cells for line, cells in block if line.method != base]
-        best_values = [_find_best([cells[i] for cells in compressed], field) for i in range(len(table.columns))]
+        best_values: list[float | None] = [None] * len(table.columns)
+        if compressed:
+            best_values = [_find_best(column, field) for column in zip(*compressed, strict=True)]
         for line, cells in block:
             texts = [_format_label(line, heading, show)]
             for cell, best, count in zip(cells, best_values, counts, strict=True):
@@ -82,8 +87,8 @@ def format_cells(table: PaperTable, show: str, intervals: bool = False) -> Table
     elif not printed:
         names = [_head_column(table, i) for i in range(len(names))]
     # the first column has the rows' labels, and neither a name nor a group
-    groups = ("", *(column.group for column in table.columns))
-    texts_table = Table(("", *names), tuple(rows), breaks=True, groups=groups, headings=headings)
+    groups = tuple([""] + [column.group for column in table.columns])
+    texts_table = Table(tuple([""] + names), tuple(rows), breaks=True, groups=groups, headings=headings)
     spans = [count for group, count in texts_table.spans() if group]
     # the line of groups above the columns says nothing if there is one group, or if each group is one column
     if len(spans) > 1 and max(spans) > 1:
@@ -97,9 +102,13 @@ def _head_column(table: PaperTable, index: int) -> str:
     if not cells or column.dataset in MEANS or column.quantity != SCORE:
         return column.name
     most = max(cells, key=lambda cell: cell.n)
-    lines = [column.name, f"n {most.n}{FEW if most.n < FEWEST else ''}"]
+    lines = [column.name, f"n {most.n}"]
+    if most.n < FEWEST:
+        lines[-1] += FEW
     if most.full is not None:
-        lines.append(f"full {format_number(most.full, 1)}{FAILS if most.floor else ''}")
+        lines.append(f"full {format_number(most.full, 1)}")
+        if most.floor:
+            lines[-1] += FAILS
     return "\n".join(lines)
 
 
@@ -120,7 +129,7 @@ def _format_label(line: Line, heading: str, show: str) -> str:
     in_heading = heading.split(", ")
     settings = [part for part in line.setting.split(";") if part]
     settings = [part for part in settings if _format_setting(*part.split("=", 1)) not in in_heading]
-    label = [line.method, *wrap(" ".join(settings), LABEL, break_long_words=False)]
+    label = [line.method] + wrap(" ".join(settings), LABEL, break_long_words=False)
     if line.chain is not None and line.chain.evicts and show != "published":
         label.append(EVICTS)
     return "\n".join(label)
@@ -149,14 +158,19 @@ def _find_best(cells: Sequence[Any], field: str) -> float | None:
 
 def find_delta(cell: Any) -> float | None:
     """Return our number minus the printed value; None if one of the two is missing."""
-    return None if cell.value is None or cell.paper_value is None else cell.value - cell.paper_value
+    if cell.value is None or cell.paper_value is None:
+        return None
+    delta: float = cell.value - cell.paper_value
+    return delta
 
 
 def _format_score(cell: Any, show: str, stand_in: bool, intervals: bool) -> list[str]:
     as_share = show == "share"
     lines = _format_our_side(cell, as_share, intervals)
     printed = _format_printed(cell, as_share)
-    difference = format_number(find_delta(cell), 2, sign=True) + (UNLIKE if cell.unlike else "")
+    difference = format_number(find_delta(cell), 2, sign=True)
+    if cell.unlike:
+        difference += UNLIKE
     kept = _format_kept(cell.kept)
     if show == "ours":
         if cell.paper_budgeted:
@@ -169,17 +183,21 @@ def _format_score(cell: Any, show: str, stand_in: bool, intervals: bool) -> list
             lines = ["—"] if stand_in else [difference]
     # both sides: ours, and behind it the printed side in brackets
     else:
-        has_delta = printed and not as_share and not stand_in and find_delta(cell) is not None
-        lines.append(f"({printed}, Δ {difference})" if has_delta else f"({printed})")
+        if printed and not as_share and not stand_in and find_delta(cell) is not None:
+            printed += f", Δ {difference}"
+        lines.append(f"({printed})")
         if cell.paper_budgeted:
-            budget = "" if cell.paper_kept is None else f" ({format_percent(cell.paper_kept)})"
-            lines.append((kept + budget).strip())
+            if cell.paper_kept is not None:
+                kept += f" ({format_percent(cell.paper_kept)})"
+            lines.append(kept.strip())
     # brackets are empty if the paper prints nothing in this cell
     return [line for line in lines if line not in ("", "()")]
 
 
 def _format_kept(budget: float | None) -> str:
-    return "" if budget is None else f"kept {format_percent(budget)}"
+    if budget is None:
+        return ""
+    return f"kept {format_percent(budget)}"
 
 
 def _format_our_side(cell: Any, as_share: bool, intervals: bool) -> list[str]:
@@ -188,7 +206,10 @@ def _format_our_side(cell: Any, as_share: bool, intervals: bool) -> list[str]:
         return []
     if cell.status in WRONG:
         return ["✗"]
-    value, low, high = (cell.share, cell.share_low, cell.share_high) if as_share else (cell.value, cell.low, cell.high)
+    value, low, high = cell.value, cell.low, cell.high
+    digits = decimals(cell.paper_text) if cell.paper_text else 1
+    if as_share:
+        value, low, high, digits = cell.share, cell.share_low, cell.share_high, 1
     unit = ""
     # a full cache that scores 0 has no share
     if value is None and cell.full is not None:
@@ -196,14 +217,16 @@ def _format_our_side(cell: Any, as_share: bool, intervals: bool) -> list[str]:
     if cell.status == "missing" or value is None:
         # a number that follows from others needs no measurement
         return ["" if cell.paper_exact else "—"]
-    digits = decimals(cell.paper_text) if cell.paper_text and not as_share else 1
-    mark = unit + UNCHANGED if cell.unchanged else unit
+    if cell.unchanged:
+        unit += UNCHANGED
     ci = (low, high) if intervals and low is not None else None
-    return with_interval(value, ci, digits, mark=mark).split("\n")
+    return with_interval(value, ci, digits, mark=unit).split("\n")
 
 
 def _format_printed(cell: Any, as_share: bool) -> str:
-    value, digits = (cell.paper_share, 1) if as_share else (cell.paper_value, 2)
+    value, digits = cell.paper_value, 2
+    if as_share:
+        value, digits = cell.paper_share, 1
     if cell.status == "none" and value is None:
         return ""
     # without the paper's full-cache row there is no share of it: show the absolute value, and say so
@@ -213,7 +236,9 @@ def _format_printed(cell: Any, as_share: bool) -> str:
         return ""
     # a table that prints shares shows the printed characters even where shares are asked for
     as_printed = not as_share or value == cell.paper_value
-    text = cell.paper_text if cell.paper_text and as_printed else format_number(value, digits)
+    text = format_number(value, digits)
+    if cell.paper_text and as_printed:
+        text = cell.paper_text
     text += cell.paper_mark
     if cell.paper_exact and as_printed:
         text += f" {cell.paper_exact}"
@@ -223,8 +248,12 @@ def _format_printed(cell: Any, as_share: bool) -> str:
 
 
 def _format_setting(key: str, value: str) -> str:
+    if key == "model":
+        return value
     # a GPU is the paper's, since ours is named below the table
-    return value if key == "model" else {"gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
+    if key == "gpu":
+        return f"the paper's {value}"
+    return f"{key} {value}"
 
 
 def _group_by_heading(
@@ -274,13 +303,15 @@ def _describe_counts(table: PaperTable) -> str:
     measured = _list_measured(table)
     if not measured:
         return ""
-    counts, sizes = (_format_range([getattr(cell, name) for cell in measured]) for name in ("n", "of"))
-    return f"n = {counts} of {sizes} examples a task"
+    counts, sizes = [cell.n for cell in measured], [cell.of for cell in measured]
+    return f"n = {_format_range(counts)} of {_format_range(sizes)} examples a task"
 
 
 def _format_range(counts: Sequence[int]) -> str:
     low, high = min(counts), max(counts)
-    return str(low) if low == high else f"{low} to {high}"
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"
 
 
 def write_notes(table: PaperTable, show: str = "both") -> list[str]:
@@ -298,7 +329,9 @@ def write_notes(table: PaperTable, show: str = "both") -> list[str]:
     if show == "published":
         return lines + sources
     # the note names the last of several rows with one reason
-    names = {cell.reason: line.name for line in table.lines for cell in table.pairs_of(line) if cell.status in WRONG}
+    names: dict[str, str] = {}
+    for line in table.lines:
+        names.update((cell.reason, line.name) for cell in table.pairs_of(line) if cell.status in WRONG)
     lines += [f"✗ {name}: {reason}" for reason, name in names.items()]
     skipped = [reason for reason in dict.fromkeys(table.rows["skipped"]) if reason]
     if skipped:
@@ -328,25 +361,28 @@ def list_reasons_for_absence(table: PaperTable) -> list[str]:
     names_by_reason: dict[str, list[str]] = {}
     for workload, why in table.absent.items():
         names_by_reason.setdefault(why, []).append(f"{workload.dataset} {labels[workload.whole]}".strip())
-    return [
-        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} missing: {why}"
-        for why, names in names_by_reason.items()
-    ]
+    sentences = []
+    for why, names in names_by_reason.items():
+        verb = "is" if len(names) == 1 else "are"
+        sentences.append(f"{', '.join(names)} {verb} missing: {why}")
+    return sentences
 
 
 def _write_notes_on_ours(table: PaperTable, show: str) -> Iterator[str]:
     cells = table.pairs
     assert table.run is not None
     yield from _write_unit_notes(table, show)
-    prints_fractions = any(c.unit == FRACTION for printed in table.rows["printed"] for c in printed.values())
-    if prints_fractions and any(cell.paper_value is not None for cell in cells):
+    units: set[str] = set()
+    for printed in table.rows["printed"]:
+        units.update(cell.unit for cell in printed.values())
+    if FRACTION in units and any(cell.paper_value is not None for cell in cells):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from table.notes
     # for the tiny model's tasks the title says enough
     if table.model != stand_ins.MODEL:
         for note in dict.fromkeys(group.task.note for group in table.run.groups if group.task.note):
             yield f"{note}."
-    conditions = dict.fromkeys(condition for cell in cells for condition in cell.unlike)
+    conditions = dict.fromkeys(chain.from_iterable(cell.unlike for cell in cells))
     if conditions and show in ("both", "delta"):
         texts = "; ".join(conditions)
         yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {texts}."
@@ -372,7 +408,7 @@ def _write_notes_on_ours(table: PaperTable, show: str) -> Iterator[str]:
     changed = describe_local_changes(table.run.records())
     if changed:
         yield changed
-    if any(chain is not None and chain.evicts for chain in table.rows["chain"]):
+    if any(row_chain is not None and row_chain.evicts for row_chain in table.rows["chain"]):
         yield f"{EVICTS}: {EVICTING}"
 
 
@@ -410,7 +446,9 @@ def _write_notes_on_printed(table: PaperTable, as_share: bool) -> Iterator[str]:
     several_models = len(table.spec.models()) > 1
     corrections = []
     for line in table.lines:
-        name = f"{line.model} {line.name}" if several_models else line.name
+        name = line.name
+        if several_models:
+            name = f"{line.model} {name}"
         for cell in table.pairs_of(line):
             if cell.paper_stated is not None:
                 stated, computed = format_number(cell.paper_stated, 2), format_number(cell.paper_value, 2)

@@ -35,7 +35,9 @@ def format_cell(cell: Any, show: str) -> list[str]:
     printed = _format_printed(cell)
     if show in ("published", "beside"):
         # a base row has no ratio to itself, and some rows have none in the paper
-        return [printed] if timed.published_ratio is None else [paper_ratio, printed]
+        if timed.published_ratio is None:
+            return [printed]
+        return [paper_ratio, printed]
     if show == "delta":
         if timed.ratio is None or timed.published_ratio is None:
             return [sign or "—"]
@@ -48,14 +50,16 @@ def format_cell(cell: Any, show: str) -> list[str]:
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
     value_alone = bool(value) and timed.ratio is None
     if show == "ours":
-        return [text for text in ("" if value_alone else our_ratio, value, spread) if text]
+        texts = [value, spread] if value_alone else [our_ratio, value, spread]
+        return [text for text in texts if text]
     texts = []
     # the paper's ratio still needs ours beside it, be it only a dash
     if not value_alone or timed.published_ratio is not None:
         texts.append(f"{our_ratio} ({paper_ratio})")
     if value:
         texts.append(f"ours {value}")
-    return [*texts, f"paper {printed}"]
+    texts.append(f"paper {printed}")
+    return texts
 
 
 def _format_printed(cell: Any) -> str:
@@ -63,11 +67,15 @@ def _format_printed(cell: Any) -> str:
     if "out-of-memory" in cell.timed.printed.flag.lower():
         return OOM
     text = f"{cell.paper_text or '—'}{cell.paper_mark}"
-    return f"{text} {cell.paper_exact}" if cell.paper_exact else text
+    if cell.paper_exact:
+        text += f" {cell.paper_exact}"
+    return text
 
 
 def _format_ratio(ratio: float | None) -> str:
-    return DASH if ratio is None else f"{format_number(ratio, 2)}×"
+    if ratio is None:
+        return DASH
+    return f"{format_number(ratio, 2)}×"
 
 
 def write_notes(timings: Timings, cells: Sequence[Any], show: str = "both") -> list[str]:
@@ -127,7 +135,9 @@ def _group_names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
 def _write_notes_on_ours(timings: Timings, show: str) -> Iterator[str]:
     bench = timings.bench
     # N.NN stands for any ratio in the table
-    start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
+    start = "N.NN×:"
+    if show == "delta":
+        start = "±N.NN: our ratio less the paper's. A ratio is"
     ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
     if timings.stand_in:
@@ -165,9 +175,11 @@ def _write_repeats(timings: Timings) -> str:
             if str(row["workload"]).endswith("xmax"):
                 largest_batches.add((str(row["workload"]), row["method"], row["batch"]))
     batches = ", ".join(f"{method} {batch}" for _, method, batch in sorted(largest_batches))
-    fitted = f" Rows that fit: {batches}." if batches else ""
     counts = ", ".join(str(count) for count in sorted(repeats)) or "no"
-    return f"Medians of {counts} repeats in shuffled order.{fitted}"
+    note = f"Medians of {counts} repeats in shuffled order."
+    if batches:
+        note += f" Rows that fit: {batches}."
+    return note
 
 
 def _write_agreement(timings: Timings) -> Iterator[str]:

@@ -32,8 +32,9 @@ def trace_number(table: PaperTable, row: str, column: str) -> str:
     sides = {"shown": (cell.value, cell.share), "published": (cell.paper_value, cell.paper_share)}
     for name, (value, share) in sides.items():
         if value is not None:
-            of_full = "" if share is None else f", {share:.6g} % of its full cache"
-            texts.append(f"{name}: {value:.6g}{of_full}")
+            texts.append(f"{name}: {value:.6g}")
+            if share is not None:
+                texts[-1] += f", {share:.6g} % of its full cache"
     return "\n".join(texts)
 
 
@@ -77,7 +78,9 @@ def _list_examples(table: PaperTable, line: Line, column: Column) -> Iterator[st
             if sample is None:
                 yield f"  {example.id}: not measured"
                 continue
-            full = f"(full {full_samples[example.id].score!s}) " if example.id in full_samples else ""
+            full = ""
+            if example.id in full_samples:
+                full = f"(full {full_samples[example.id].score!s}) "
             yield f"  {example.id}: {sample.score!s:<8} {full}{sample.prediction[:60]!r}"
 
 

@@ -39,7 +39,9 @@ def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
 
     examples: the most examples of a task; None for all.
     """
-    groups = [(run, take_examples(group, examples)) for run in runs for group in run.groups]
+    groups = []
+    for run in runs:
+        groups += [(run, take_examples(group, examples)) for group in run.groups]
     read_s, token_s = _measure_seconds(groups)
     typical_read_s = fmean(read_s.values()) if read_s else READ_S
     typical_token_s = fmean(token_s.values()) if token_s else TOKEN_S

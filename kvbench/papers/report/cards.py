@@ -112,7 +112,7 @@ def _describe_picture(report: ReportData, points: Sequence[_Point]) -> dict[str,
         return None
     full_score = full.means.score_mean
     # scores begin at 0, so that a small difference looks small; both axes end at a ten
-    highest = max([full_score, *(point.ci[1] if point.ci else point.score for point in points)])
+    highest = max([full_score] + [point.ci[1] if point.ci else point.score for point in points])
     widest = max(100, 10 * math.ceil(points[-1].size / 10))
     top = max(10, 10 * math.ceil(highest / 10))
 
@@ -139,10 +139,11 @@ def _describe_picture(report: ReportData, points: Sequence[_Point]) -> dict[str,
     drawn = []
     for point in points:
         look = look_of(" ".join(point.name.split()))
-        place = {"name": point.name, "x": x_of(point.size), "y": y_of(point.score), "color": look.color}
+        place: dict[str, Any] = {"name": point.name, "x": x_of(point.size), "y": y_of(point.score), "color": look.color}
         # as in the figures, a combination has the colour of its first method and is hollow
         place |= {"filling": "var(--bg)" if look.hollow else look.color}
-        drawn.append(place | {"bar": [y_of(end) for end in point.ci] if point.ci else None})
+        place["bar"] = [y_of(end) for end in point.ci] if point.ci else None
+        drawn.append(place)
     return {
         "width": WIDTH,
         "height": HEIGHT,
@@ -204,4 +205,6 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
     for lower, upper in pairwise(front):
         if lower.ci is None or upper.ci is None or lower.ci[1] >= upper.ci[0]:
             return []
-    return front if len(front) > 1 else []
+    if len(front) < 2:
+        return []
+    return front

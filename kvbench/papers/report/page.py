@@ -128,7 +128,9 @@ class ReportPage:
             runs = f"your runs on {', '.join(models)}"
         else:
             runs = f"your runs on {len(models)} models"
-        return f"{runs}, and five papers beside {self.model}" if self.papers else runs
+        if self.papers:
+            runs += f", and five papers beside {self.model}"
+        return runs
 
     def _write_lead(self) -> list[str]:
         plural = "" if len(self.samples) == 1 else "s"
@@ -156,7 +158,9 @@ class ReportPage:
         """Return (name, number of results, table) for each method. Results that only papers use come last, in one."""
         run_values = [_format_run(run) for run in self.runs]
         # an empty column would only push others out of sight
-        filled = {key for values in run_values for key, value in values.items() if value not in (None, "")}
+        filled: set[str] = set()
+        for values in run_values:
+            filled.update(key for key, value in values.items() if value not in (None, ""))
         columns = [key for key in RUN_COLUMNS if key in filled]
         heads = [RUN_HEADS.get(key, key) for key in columns]
         own: dict[str, list[list[object]]] = {}
@@ -180,8 +184,8 @@ class ReportPage:
         if not measured:
             return None
         # all have the facts of tables.FACTS, in one order
-        heads = ["table", "results", "answers", *measured[0]["facts"]]
-        rows = [[m["table"], m["cells"], m["answers"], *m["facts"].values()] for m in measured]
+        heads = ["table", "results", "answers"] + list(measured[0]["facts"])
+        rows = [[m["table"], m["cells"], m["answers"]] + list(m["facts"].values()) for m in measured]
         return render_sortable(heads, rows)
 
 
@@ -192,7 +196,9 @@ def _format_run(run: Mapping[str, Any]) -> dict[str, object]:
     for kind, divergence in (run.get("fidelity") or {}).items():
         values[f"kl_{kind}"] = _format_divergence(divergence)
     query_aware = (run.get("protocol") or {}).get("query_aware")
-    values["question"] = None if query_aware is None else ("seen" if query_aware else "withheld")
+    values["question"] = None
+    if query_aware is not None:
+        values["question"] = "seen" if query_aware else "withheld"
     # a refused or failed run has no score, and stays without one
     if run.get("score") is not None:
         values["score"], _, interval = with_interval(run["score"], run.get("interval")).partition("\n")
@@ -235,7 +241,9 @@ def _describe_ledger(content: ledger.Ledger) -> tuple[str, list[str], list[str],
         body.append((verdict["id"], quote, tested, outcome, evidence, verdict["reason"]))
         classes.append(f"verdict-{verdict['verdict'].split()[0]}")
     heads = ("claim", "what the paper says", "what is tested", "verdict", "evidence", "why")
-    title = content["model"] + (", a substitute model" if content["stand_in"] else "")
+    title = content["model"]
+    if content["stand_in"]:
+        title += ", a substitute model"
     tallies, notes = ledger.tally_verdicts(content["verdicts"]), ledger.write_notes(content)
     return title, tallies, notes, render_sortable(heads, body, classes)
 
@@ -254,11 +262,17 @@ def render_sortable(headers: Sequence[str], body: Iterable[Sequence[object]], cl
 
     classes: the CSS class of each row.
     """
-    texts = tuple(tuple("" if value is None else str(value).replace("\n", " ") for value in row) for row in body)
+    texts = tuple(tuple(map(_format_value, row)) for row in body)
     # without rows there are no columns to look at
     kinds = [_classify_column(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), kind="sortable", columns=kinds, rows=list(classes))
     return Markup(f'<div class="scroll">{table}</div>')
+
+
+def _format_value(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).replace("\n", " ")
 
 
 def _classify_column(column: Sequence[str]) -> str:

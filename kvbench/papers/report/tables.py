@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def list_cells(parts: Sequence[Mapping[str, Any]], model: str, results: str, arg
 
 def _list_cells_of_table(table: PaperTable) -> set[str]:
     # a table that cannot be run has no results
-    return {cell.id for group in table.run.groups for cell in group.cells} if table.run is not None else set()
+    if table.run is None:
+        return set()
+    return {cell.id for cell in chain.from_iterable(group.cells for group in table.run.groups)}
 
 
 def _build_committed_part(
@@ -116,10 +119,11 @@ def join_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     """Return the facts of FACTS (model, device, ...) by key, each as text: its different values in all cells."""
     # a cell that was measured in several sessions has facts of each
     records = [store.cell(cell) for cell in cells]
-    sessions = [session for record in records if record is not None for session in record.provenance]
-    return {
-        key: ", ".join(dict.fromkeys(str(session[key]) for session in sessions if session.get(key))) for key in FACTS
-    }
+    sessions = list(chain.from_iterable(record.provenance for record in records if record is not None))
+    facts = {}
+    for key in FACTS:
+        facts[key] = ", ".join(dict.fromkeys(str(session[key]) for session in sessions if session.get(key)))
+    return facts
 
 
 def render_table(table: PaperTable) -> str:

@@ -162,10 +162,7 @@ def choose_papers(name: str) -> list[Paper]:
 def papers_in_order() -> tuple[str, ...]:
     """Return the ids of all papers, ordered by ``Paper.place``."""
 
-    def place_of(paper_id: str) -> int:
-        return read_paper(paper_id).place
-
-    return tuple(sorted(paper_ids(), key=place_of))
+    return tuple(sorted(paper_ids(), key=lambda paper_id: read_paper(paper_id).place))
 
 
 def _read_entries(

@@ -92,14 +92,9 @@ class Published:
 
 def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
-
-    def numbers_first(table_id: tuple[str, str]) -> tuple[str, bool, str]:
-        paper, table = table_id
-        # numbers are ordered as texts of three characters: 010 comes behind 009
-        return paper, not table.isdigit(), table.zfill(3)
-
     names = [(path.parent.parent.name, path.stem.removeprefix("table")) for path in data_files("*/published/*.csv")]
-    return sorted(names, key=numbers_first)
+    # numbers are ordered as texts of three characters: 010 comes behind 009
+    return sorted(names, key=lambda name: (name[0], not name[1].isdigit(), name[1].zfill(3)))
 
 
 @cache
@@ -163,17 +158,5 @@ def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
             f"{path}, line {line}: the dataset {dataset!r} would be one more score of its row: write {AVERAGE} for an "
             "average, which is audited and computed"
         )
-    return Published(
-        paper=fields["paper"],
-        table=fields["table"],
-        model=fields["model"],
-        method=fields["method"],
-        setting=fields["setting"],
-        dataset=dataset,
-        metric=fields["metric"],
-        value=value,
-        unit=fields["unit"],
-        flag=fields["flag"],
-        printed=fields["value"],
-        row=row,
-    )
+    texts = {name: text for name, text in fields.items() if name not in ("value", "row_order")}
+    return Published(**texts, value=value, printed=fields["value"], row=row)

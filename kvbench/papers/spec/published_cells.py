@@ -50,11 +50,8 @@ class PublishedRow:
     @cached_property
     def averages(self) -> dict[str, Published]:
         """The numeric averages by metric: ``mean``, or the quantity of the averaged columns."""
-        averages = {}
-        for (dataset, metric), cell in self.cells.items():
-            if dataset == AVERAGE and cell.value is not None:
-                averages[metric] = cell
-        return averages
+        cells = self.cells.items()
+        return {metric: cell for (dataset, metric), cell in cells if dataset == AVERAGE and cell.value is not None}
 
     def averaged(self, metric: str) -> list[Published]:
         """Return the cells over which the row's printed average ``metric`` is taken.
@@ -66,11 +63,8 @@ class PublishedRow:
         score_averages = [name for name in self.averages if name in SCORES]
         if metric == "mean" or score_averages == [metric]:
             return list(self.scores.values())
-        cells = []
-        for (dataset, cell_metric), cell in self.cells.items():
-            if cell_metric == metric and dataset != AVERAGE and cell.value is not None:
-                cells.append(cell)
-        return cells
+        of_metric = [cell for (_, name), cell in self.cells.items() if name == metric]
+        return [cell for cell in of_metric if cell.dataset != AVERAGE and cell.value is not None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,14 +37,7 @@ FACTS = {
     "id",
     "layer",
     "batch",
-    "prompt",
-    "gen",
-    "input",
-    "output",
-    "context",
-    "shots",
-    "windows",
-}
+} | {"prompt", "gen", "input", "output", "context", "shots", "windows"}
 """Keys that describe a row, its workload or its prompts, and set no knob of a method."""
 
 HEADS, DIM = 32, 128

@@ -181,18 +181,11 @@ class TableSpec:
 
         Return None if no table has one.
         """
-        row = self._own_full_row(model)
         # a table of ablations often leaves out the full cache, but another table has it
-        for table in self.full:
-            if row is None:
-                row = load(self.paper, table)._own_full_row(model)
-        return row
-
-    def _own_full_row(self, model: str) -> TableRow | None:
-        """Return the full-cache row of ``model`` in this table; None if it has no such row."""
-        for row in self.rows:
-            if row.model == model and row.method == "full":
-                return row
+        for rows in [self.rows, *(load(self.paper, table).rows for table in self.full)]:
+            for row in rows:
+                if row.model == model and row.method == "full":
+                    return row
         return None
 
 
@@ -227,24 +220,8 @@ def table_of_cells(base: TableSpec, cells: Iterable[UnprintedCell], **replaced_f
     cells: the cells of the table. They decide its rows and columns.
     replaced_fields: fields of the table that replace those of ``base``.
     """
-    published_cells = []
-    for cell in cells:
-        published_cells.append(
-            Published(
-                paper=base.paper,
-                table=base.table,
-                model=cell.model,
-                method=cell.method,
-                setting=cell.setting,
-                dataset=cell.dataset,
-                metric=cell.metric,
-                value=None,
-                unit="",
-                flag="",
-                printed="",
-                row=0,
-            )
-        )
+    blank = {"paper": base.paper, "table": base.table, "value": None, "unit": "", "flag": "", "printed": "", "row": 0}
+    published_cells = [Published(**blank, **cell._asdict()) for cell in cells]  # type: ignore[arg-type]
     # dataclasses.replace keeps the class of base, but this table needs another
     values = {f.name: getattr(base, f.name) for f in fields(base)}
     values |= replaced_fields
@@ -303,15 +280,10 @@ def _read_declaration(paper: str, table: str) -> dict[str, Any]:
 def table_ids() -> tuple[tuple[str, str], ...]:
     """Return (paper, table) of every table with a number, in the papers' order."""
     order = catalogue.papers_in_order()
-
-    def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
-        paper, table = table_id
-        # sort by number: table 10 comes behind table 9
-        return order.index(paper), int(table)
-
     # fig6 and text hold cells that are only audited
     numbered = [(paper, table) for paper, table in published.table_ids() if table.isdigit()]
-    return tuple(sorted(numbered, key=place_of))
+    # table 10 comes behind table 9
+    return tuple(sorted(numbered, key=lambda name: (order.index(name[0]), int(name[1]))))
 
 
 def find_tables(wanted: str) -> tuple[TableSpec, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from kvbench.audit.accounting import bytes_declared, nominal_payload
 from kvbench.base.errors import unknown
@@ -130,9 +131,11 @@ def _format_paper(paper: str, figures: Sequence[StatedFigure]) -> str:
 
 
 def _compute_think7() -> Figures:
+    # the cache sizes in ThinK's table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16
+    think = partial(StatedFigure, "think", source=THINK7, unit="MiB", digits=1)
     # each row of the table has one cell with its size; its other cells are scores
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
-    for (method, setting), printed_size in sizes.items():
+    for (method, setting), printed in sizes.items():
         # H2O's rows have the same sizes
         if not method.startswith("snapkv"):
             continue
@@ -142,67 +145,38 @@ def _compute_think7() -> Figures:
         formula = nominal_payload(chain, MISTRAL_7B, LONG, FP16)
         # None stands for budgets that the prompt's text decides, and kv_size fixes this one
         assert formula is not None
-        what = f"{method} kv_size={size}"
-        if "ratio" in knobs:
-            what += " ratio=0.4"
-        else:
-            what += f", for {knobs['matched_to']}"
-        yield StatedFigure(
-            paper="think",
-            what=what,
-            source=THINK7,
-            unit="MiB",
-            digits=1,
-            published=printed_size,
-            formula=formula / MIB,
-            stored=_count_payload_bytes(chain, MISTRAL_7B) / MIB,
-        )
+        more = " ratio=0.4" if "ratio" in knobs else f", for {knobs['matched_to']}"
+        stored = _count_payload_bytes(chain, MISTRAL_7B) / MIB
+        yield think(f"{method} kv_size={size}{more}", published=printed, formula=formula / MIB, stored=stored)
 
 
 def _compute_think_text() -> Figures:
-    token_bytes = LLAMA2_7B.full_bytes(1, FP16)
-    yield StatedFigure(
-        paper="think",
-        what="full, LLaMA-2-7B, one token",
-        source=THINK,
-        unit="MiB",
-        digits=2,
-        published=None,
-        formula=token_bytes / MIB,
-        stored=_count_payload_bytes(Chain(), LLAMA2_7B, 1) / MIB,
-    )
-    yield StatedFigure(
-        paper="think",
-        what="full, LLaMA-2-7B, 2048 tokens x 13",
-        source=THINK,
-        unit="GiB",
-        digits=0,
-        published=13,
-        formula=13 * 2048 * token_bytes / GIB,
-        stored=13 * _count_payload_bytes(Chain(), LLAMA2_7B, 2048) / GIB,
+    # the sizes of the full cache in ThinK's text, and the share of bytes that its pruned keys save
+    think = partial(StatedFigure, "think", source=THINK)
+    token = LLAMA2_7B.full_bytes(1, FP16)
+    stored = _count_payload_bytes(Chain(), LLAMA2_7B, 1) / MIB
+    yield think("full, LLaMA-2-7B, one token", unit="MiB", digits=2, published=None, formula=token / MIB, stored=stored)
+    formula = 13 * 2048 * token / GIB
+    stored = 13 * _count_payload_bytes(Chain(), LLAMA2_7B, 2048) / GIB
+    yield think(
+        "full, LLaMA-2-7B, 2048 tokens x 13", unit="GiB", digits=0, published=13, formula=formula, stored=stored
     )
     for size in (128, 512, 1024, 2048):
         pruned = _count_payload_bytes(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
         plain = _count_payload_bytes(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
         # half of the cache are keys: 40 % of their channels go, except for the 32 most recent tokens
-        formula = 0.5 * 0.4 * (1 - 32 / size)
-        yield StatedFigure(
-            paper="think",
-            what=f"saved by ratio=0.4 at kv_size={size}",
-            source=SAVING,
-            unit="%",
-            digits=0,
-            published=20,
-            formula=100 * formula,
-            stored=100 * (1 - pruned / plain),
-        )
+        formula = 100 * (0.5 * 0.4 * (1 - 32 / size))
+        what, stored = f"saved by ratio=0.4 at kv_size={size}", 100 * (1 - pruned / plain)
+        yield think(what, source=SAVING, unit="%", digits=0, published=20, formula=formula, stored=stored)
 
 
 def _compute_kivi() -> Figures:
+    # the bytes of one head for 1000 tokens: groups of 32, residual 128, dimension 128; KIVI packs 896 of these keys
+    # and 872 of these values
+    kivi = partial(StatedFigure, "kivi", source=KIVI, unit="B", digits=0, published=None)
     tokens, group, residual, dim = 1000, 32, 128, 128
     # keys are packed in whole blocks of the residual's length, values one by one as they leave it
-    packed_keys = residual * (tokens // residual)
-    packed_values = tokens - residual
+    packed_keys, packed_values = residual * (tokens // residual), tokens - residual
     for method, bits, channels in (("kivi", 2, dim), ("kivi", 4, dim), ("think+kivi", 2, 77)):
         name = f"{method} {bits} bits"
         knobs: dict[str, object] = {"method": method, "bits": bits}
@@ -217,89 +191,40 @@ def _compute_kivi() -> Figures:
         # packed numbers and the residual of exact numbers in fp16, which keeps all channels
         key_bytes = channels * packed_keys * code_bytes + FP16 * dim * (tokens - packed_keys)
         value_bytes = dim * packed_values * code_bytes + FP16 * dim * residual
-        yield StatedFigure(
-            paper="kivi",
-            what=f"{name}, keys of a head",
-            source=KIVI,
-            unit="B",
-            digits=0,
-            published=None,
-            formula=key_bytes,
-            stored=block.key_bytes,
-        )
+        yield kivi(f"{name}, keys of a head", formula=key_bytes, stored=block.key_bytes)
         # pruning changes only keys, so the values of ``think+kivi`` are those of ``kivi``
         if channels == dim:
-            yield StatedFigure(
-                paper="kivi",
-                what=f"{name}, values of a head",
-                source=KIVI,
-                unit="B",
-                digits=0,
-                published=None,
-                formula=value_bytes,
-                stored=block.value_bytes,
-            )
+            yield kivi(f"{name}, values of a head", formula=value_bytes, stored=block.value_bytes)
 
 
 def _compute_flexgen() -> Figures:
+    flexgen = partial(StatedFigure, "flexgen", source=FLEXGEN, published=None)
     # one token with a key of 64 numbers, which make one group
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
-    yield StatedFigure(
-        paper="flexgen",
-        what="64 values",
-        source=FLEXGEN,
-        unit="B",
-        digits=0,
-        published=None,
-        # 64 codes of 4 bits, with scale and minimum
-        formula=64 * 4 / 8 + 2 * FP16,
-        stored=block.key_bytes,
-    )
-    yield StatedFigure(
-        paper="flexgen",
-        what="smaller than fp16",
-        source=FLEXGEN,
-        unit="x",
-        digits=2,
-        published=None,
-        # 64 values of 2 bytes over the 36 bytes of the figure above
-        formula=128 / 36,
-        stored=128 / block.key_bytes,
-    )
+    # 64 codes of 4 bits, with scale and minimum
+    yield flexgen("64 values", unit="B", digits=0, formula=64 * 4 / 8 + 2 * FP16, stored=block.key_bytes)
+    # 64 values of 2 bytes over the 36 bytes of the figure above
+    yield flexgen("smaller than fp16", unit="x", digits=2, formula=128 / 36, stored=128 / block.key_bytes)
 
 
 def _compute_qhitter() -> Figures:
-    dim, bits = 128, 4
+    # how many times smaller than fp16: a head of 128 dimensions has an fp16 scale and zero point, and 8 bytes of scores
+    # for each token
+    qhitter = partial(StatedFigure, "qhitter", source=QHITTER, unit="x", digits=2, published=4)
+    dim, bits, score_bytes = 128, 4, 8
     # keys and values of one token in one head: in fp16, and as codes with scale and zero point
     dense = 2 * dim * FP16
     payload = 2 * (dim * bits / 8 + 2 * FP16)
-    score_bytes = 8
     (block,) = chain_of({"method": "qhitter", "bits": bits}).layout(1, dim, FP16)
     stored = block.key_bytes + block.value_bytes
-    yield StatedFigure(
-        paper="qhitter",
-        what="4 bits, payload, smaller than fp16",
-        source=QHITTER,
-        unit="x",
-        digits=2,
-        published=4,
-        formula=dense / payload,
-        stored=dense / stored,
-    )
-    yield StatedFigure(
-        paper="qhitter",
-        what="4 bits, with running scores",
-        source=QHITTER,
-        unit="x",
-        digits=2,
-        published=4,
-        formula=dense / (payload + score_bytes),
-        stored=dense / (stored + block.slot_overhead),
-    )
+    yield qhitter("4 bits, payload, smaller than fp16", formula=dense / payload, stored=dense / stored)
+    formula = dense / (payload + score_bytes)
+    yield qhitter("4 bits, with running scores", formula=formula, stored=dense / (stored + block.slot_overhead))
 
 
 def _compute_uncomp() -> Figures:
-    # (tokens kept, tokens of the context, printed per cent, its place in the paper)
+    # cache sizes in per cent of the full cache: 100 x tokens kept / tokens of the context; (tokens kept, tokens of the
+    # context, printed per cent, its place in the paper)
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
     for size, context, value, where in printed:
         chain = chain_of({"method": "snapkv", "kv_size": size})
@@ -316,17 +241,12 @@ def _compute_uncomp() -> Figures:
 
 
 def _compute_refreekv() -> Figures:
+    # the introduction counts all query heads, but under GQA fewer heads are stored
+    refreekv = partial(StatedFigure, "refreekv", source=REFREEKV, unit="GiB", digits=1)
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
-        yield StatedFigure(
-            paper="refreekv",
-            what=f"full, LLaMA-3-{name}, {tokens} tokens",
-            source=REFREEKV,
-            unit="GiB",
-            digits=1,
-            published=value,
-            formula=shape.full_bytes(tokens, FP16, shape.query_heads) / GIB,
-            stored=_count_payload_bytes(Chain(), shape, tokens) / GIB,
-        )
+        formula = shape.full_bytes(tokens, FP16, shape.query_heads) / GIB
+        stored = _count_payload_bytes(Chain(), shape, tokens) / GIB
+        yield refreekv(f"full, LLaMA-3-{name}, {tokens} tokens", published=value, formula=formula, stored=stored)
 
 
 FIGURES: dict[str, Callable[[], Figures]] = {

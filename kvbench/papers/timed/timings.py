@@ -83,8 +83,10 @@ class Timings:
         """The command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
-        model = "" if self.bench.model == stand_ins.MODEL else f" model={self.bench.model}"
-        return f"kvbench table {self.table.id}{model}"
+        command = f"kvbench table {self.table.id}"
+        if self.bench.model != stand_ins.MODEL:
+            command += f" model={self.bench.model}"
+        return command
 
 
 def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
@@ -99,7 +101,9 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
     bench = bench_spec.load(table.paper, table.table)
     if not model:
         timings = read_timings(table, bench.model, results)
-        return timings if timings.any_measured else read_timings(table, stand_ins.MODEL, results)
+        if timings.any_measured:
+            return timings
+        model = stand_ins.MODEL
     # the paper's models run at the paper's sizes on a GPU, other models at the stand-in's sizes on a CPU
     paper_models = {model_id(table.model_entry(name)) for name in table.models()}
     if model_id(model) not in paper_models | {model_id(bench.model)}:
@@ -126,7 +130,9 @@ def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
     whole prompt.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
-    stored_heads = shape.query_heads if "per=query_head" in row["method"].split() else shape.kv_heads
+    stored_heads = shape.kv_heads
+    if "per=query_head" in row["method"].split():
+        stored_heads = shape.query_heads
     # bytes of one prompt's keys and values, under the heads of the method and of the full cache
     method_payload = shape.full_bytes(row["prompt"], itemsize, stored_heads)
     full_payload = shape.full_bytes(row["prompt"], itemsize, shape.kv_heads)
@@ -142,7 +148,8 @@ def _find_value(bench: bench_spec.BenchSpec, cell: Any, rows: Sequence[Row]) -> 
         full = records.row_of_base(cell.row, rows)
         if full is not None and full["status"] == records.MEASURED:
             return 100 * compute_kept_share(cell.row, full, _read_shape(bench.model))
-    return cell.value  # type: ignore[no-any-return]
+    value: float | None = cell.value
+    return value
 
 
 @cache
@@ -213,8 +220,9 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
     if cell.ratio is not None:
         lines.append(f"ratio {cell.ratio:.6g}")
     if cell.printed.value is not None:
-        ratio = "" if cell.published_ratio is None else f", ratio {cell.published_ratio:.6g}"
-        lines.append(f"printed {cell.printed.printed} {unit}{ratio}")
+        lines.append(f"printed {cell.printed.printed} {unit}")
+        if cell.published_ratio is not None:
+            lines[-1] += f", ratio {cell.published_ratio:.6g}"
     return "\n".join(lines)
 
 

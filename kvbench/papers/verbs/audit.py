@@ -32,7 +32,10 @@ def main(args: argparse.Namespace) -> int:
     # called without a table, too, since it refuses an unknown paper
     papers = catalogue.choose_papers(name)
     # "all/7" would be a table of every paper, which is refused
-    tables = [f"{p.id}/{entry.id}" for p in papers for entry in p.entries if name != "all" and not entry.is_figure]
+    tables: list[str] = []
+    if name != "all":
+        for paper in papers:
+            tables += [f"{paper.id}/{entry.id}" for entry in paper.entries if not entry.is_figure]
     if "/" in args.what and args.what not in tables:
         raise unknown("table", args.what, tables, "As in think/7.")
     book = read_published()

@@ -7,8 +7,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypedDict
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING, Any
 
 from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def _make_numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
-
     def read_numbers(text: str) -> tuple[int, ...]:
-        """Return the numbers of a typed value. Raises ValueError if a number is not allowed."""
         numbers = [whole_number(part, least=0) for part in split_list(text)]
         # Key turns a ValueError into a message that says what is allowed
         if allowed is not None and not set(numbers) <= set(allowed):
@@ -53,23 +51,9 @@ NOT_OF_FIGURES = ("match", "reference")
 OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
 """The keys that name the user's own methods and their budgets. Only some figures take them."""
 
-
-class FigureRecord(TypedDict):
-    """A drawn figure, as ``--json`` prints it.
-
-    files: the paths of the pictures and, if it was written, of the CSV.
-    shows: the caption.
-    claim: the paper's finding.
-    unsaid: the points that the paper leaves open.
-    finding: kvbench's finding, as text.
-    """
-
-    id: str
-    files: list[str]
-    shows: str
-    claim: str
-    unsaid: str
-    finding: str
+Record = dict[str, Any]
+"""A drawn figure, as ``--json`` prints it: its id, its files, its caption, the paper's finding (``claim``), the points
+that the paper leaves open (``unsaid``), and kvbench's ``finding``."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +86,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[FigureRecord]:
+def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[Record]:
+    """Draw the figures that the user named, and return a record of each. Figures of activations come first."""
     if options.get("output") == "":
         raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
@@ -131,32 +116,28 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
     if of_activations:
         # a run needs a method; the model reads a prompt in the same way under any of them
         request = words.request(run_options | {"method": "full"})
-        records = _draw_activations(of_activations, request, options, figure_keys=figure_keys, quiet=quiet)
-    records += _draw_results(of_results, run_options, options, quiet=quiet, stored=stored)
-    return records
+        records = _draw_activations(of_activations, request, options, figure_keys, quiet=quiet)
+    return records + _draw_results(of_results, run_options, options, quiet=quiet, stored=stored)
 
 
 def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> None:
-    """Raise UsageError for a key of ``run`` that a figure decides itself."""
     from kvbench.papers.figures import registry
 
+    # the keys that name methods are allowed if all figures take methods, and ``method=`` is among the options
     takes_methods = "method" in options and all(figure.own for figure in figures)
     for key in options:
         if key in OF_METHODS:
-            if takes_methods:
-                continue
-            takers = ", ".join(figure.id for figure in registry.FIGURES.values() if figure.own)
-            raise UsageError(
-                f"{key}= is not possible here: a figure sets it itself. Only {takers} take methods of your "
-                "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
-            )
-        is_run_key = key in NOT_OF_FIGURES or key in top_level()
-        if is_run_key and key not in TAKES:
+            if not takes_methods:
+                takers = ", ".join(figure.id for figure in registry.FIGURES.values() if figure.own)
+                raise UsageError(
+                    f"{key}= is not possible here: a figure sets it itself. Only {takers} take methods of your "
+                    "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
+                )
+        elif (key in NOT_OF_FIGURES or key in top_level()) and key not in TAKES:
             raise UsageError(f"{key}= is not possible: each figure sets this itself")
 
 
 def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]) -> None:
-    """Raise UsageError for a key of OWN that no figure takes, and for several ``bits`` if a figure shows one width."""
     from kvbench.papers.figures import registry
 
     for key in figure_keys:
@@ -168,24 +149,21 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
     # a figure that draws only one width has one by default
     bits = figure_keys.get("bits", ())
     for figure in figures:
-        default_bits = figure.knobs.get("bits") or ()
-        if len(default_bits) == 1 and len(bits) > 1:
+        if len(figure.knobs.get("bits") or ()) == 1 and len(bits) > 1:
             text = ",".join(map(str, bits))
             raise UsageError(f"bits={text} is not possible: {figure.id} shows one bit width, as in bits=4")
 
 
 def _takes_key(figure: Figure, key: str) -> bool:
     # every figure of activations reads texts, whose number and source can be chosen
-    if key in ("text", "samples") and figure.sweeps is None:
-        return True
-    return key in figure.knobs
+    return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
 
 
 def _draw_results(
     figures: Sequence[Figure], run_options: Mapping[str, str], options: Mapping[str, str], quiet: bool, stored: bool
-) -> list[FigureRecord]:
+) -> list[Record]:
     from kvbench.papers.figures import measured
-    from kvbench.papers.figures.place import Place
+    from kvbench.papers.figures.place import choose_folder
     from kvbench.papers.spec import stand_ins
 
     results = options.get("results", str(top_level()["results"]))
@@ -201,8 +179,7 @@ def _draw_results(
         # a figure without sweeps is computed by formulas, for no model
         model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
         facts = source.facts()
-        folder = Place.of(options, results, model).folder(figure, facts)
-        paths, finding = figure.write(data, facts, folder)
+        paths, finding = figure.write(data, facts, choose_folder(figure, facts, options, results, model))
         records.append(_record_figure(figure.captioned(facts), paths, finding))
     return records
 
@@ -213,61 +190,44 @@ def _draw_activations(
     options: Mapping[str, str],
     figure_keys: Mapping[str, Any],
     quiet: bool,
-) -> list[FigureRecord]:
+) -> list[Record]:
+    """Draw figures of a model's activations while it reads prompts, and return a record of each."""
     from kvbench.base.progress import progress
-    from kvbench.papers.figures import source
-    from kvbench.papers.figures.place import Place
-    from kvbench.papers.figures.reading import Reading
+    from kvbench.papers.figures import reading
+    from kvbench.papers.figures.place import choose_folder
     from kvbench.plan import config
 
     cfg = config.parse(request)
-    origin = source.locate(
-        cfg,
-        named="dataset" in options,
-        text=figure_keys.get("text"),
-        samples=figure_keys.get("samples"),
-        tokens=figure_keys.get("tokens"),
-    )
-    place = Place.of(options, cfg.results, cfg.model.name)
-
-    def decode_token(token: int) -> str:
-        return origin.tokenizer.decode([token])
-
+    typed = {key: figure_keys.get(key) for key in ("text", "samples", "tokens")}
+    origin = reading.locate(cfg, named="dataset" in options, **typed)
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
         knobs = {key: figure_keys.get(key, default) for key, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet=quiet, unit="prompts") as tick:
-            reading = Reading(
+            source = reading.Reading(
                 model=origin.model,
                 prompts=prompts,
                 knobs=knobs,
-                decode=decode_token,
+                decode=lambda token: origin.tokenizer.decode([token]),
                 tick=partial(tick, figure.id, 1),
             )
-            data = figure.compute(reading)
-        # the head of the CSV states where the data come from, and then the figure's knobs
-        facts = dict(origin.facts(prompts, knobs.get("tokens")))
-        facts.update(_format_knobs(knobs))
-        paths, finding = figure.write(data, facts, place.folder(figure, facts))
+            data = figure.compute(source)
+        # the head of the CSV states where the data come from, and then the figure's knobs: several numbers as users
+        # type them. A knob without a value is left out, since it is at the default that the caption states
+        facts: dict[str, Any] = dict(origin.facts(prompts, knobs.get("tokens")))
+        for key, value in knobs.items():
+            if value is not None:
+                facts[key] = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        folder = choose_folder(figure, facts, options, cfg.results, cfg.model.name)
+        paths, finding = figure.write(data, facts, folder)
         records.append(_record_figure(figure, paths, finding))
     return records
 
 
-def _format_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    formatted = {}
-    for key, value in knobs.items():
-        if isinstance(value, tuple):
-            formatted[key] = ",".join(map(str, value))
-        elif value is not None:
-            formatted[key] = value
-    return formatted
-
-
-def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> FigureRecord:
+def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Record:
     # the file says which figure of which model it is
-    wrong = list(names)
-    wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
+    wrong = list(names) + [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
     if wrong:
         raise UsageError(
             f"--from-csv draws the figure in the file. It takes only results=FOLDER or output=FOLDER, not {wrong[0]}"
@@ -295,36 +255,17 @@ def _print_list(as_json: bool) -> None:
         print(f"{'':14} takes {takes or 'the keys of run: model=, limit=, ...'}")
 
 
-def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
-    return {
-        "id": figure.id,
-        "files": list(map(str, paths)),
-        "shows": figure.shows,
-        "claim": figure.claim,
-        "unsaid": figure.unsaid,
-        "finding": finding,
-    }
+def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> Record:
+    texts = {"shows": figure.shows, "claim": figure.claim, "unsaid": figure.unsaid, "finding": finding}
+    return {"id": figure.id, "files": list(map(str, paths))} | texts
 
 
-def _describe_figure(record: FigureRecord) -> str:
-    parts = [
-        (record["id"], " ".join(record["files"])),
-        ("here", record["finding"]),
-        ("paper", record["claim"]),
-        ("open", record["unsaid"]),
-    ]
+def _describe_figure(record: Record) -> str:
+    parts = {record["id"]: " ".join(record["files"]), "here": record["finding"], "paper": record["claim"]}
     lines = []
-    for name, text in parts:
+    for name, text in (parts | {"open": record["unsaid"]}).items():
         if text:
             # a path must stay whole, so that it can be copied
-            lines.append(
-                fill(
-                    text,
-                    width=100,
-                    initial_indent=f"{name}: ",
-                    subsequent_indent="  ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+            wrapper = TextWrapper(100, f"{name}: ", "  ", break_long_words=False, break_on_hyphens=False)
+            lines.append(wrapper.fill(text))
     return "\n".join(lines)

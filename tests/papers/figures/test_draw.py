@@ -21,9 +21,10 @@ DATA = pd.DataFrame(
     columns=["task", "series", "x", "y", "low", "high"],
 )
 ENDS = ("low", "high")
+HEAD = Head()
 
 
-def draw(data, draw_panel, width=6, height=2, head=Head(), **layout):
+def draw(data, draw_panel, width=6, height=2, head=HEAD, **layout):
     """The drawing of a sheet and its axes, as far as a layout; ``draw_panel`` draws the panels of each place."""
     with style.styled():
         sheet = Sheet(data, head, width, height, **layout)
