@@ -23,6 +23,7 @@ import matplotlib as mpl
 import shards
 import verification
 from matplotlib.figure import Figure
+from scipy.stats import kendalltau
 from verification import Verification
 
 from kvbench.base.formatting import format_number, format_significant, with_interval
@@ -154,6 +155,14 @@ def compare_retrieval() -> Table:
     return Table(tuple(heads), tuple(lines), left=2)
 
 
+def describe_correlation(model: str) -> str:
+    """Return how the order of a model's rows by divergence agrees with their order by retrieval."""
+    rows = [row for row in retrieval(model) if row["role"] in (definition.METHOD, definition.CONTROL)]
+    parts = [row["parts"] for row in rows if "distance" in row["parts"]]
+    result = kendalltau([-p["distance"]["raw"] for p in parts], [p["retrieval"]["raw"] for p in parts])
+    return f"{model}: Kendall's tau {result.statistic:.2f} (p {result.pvalue:.2g}) over {len(parts)} rows."
+
+
 def _plain(score: Mapping[str, float]) -> str:
     return format_number(score["retained"], 0)
 
@@ -213,6 +222,9 @@ def page(results: str) -> str:
         + " ".join(f"{model}: {SUITES[model]} ({text})." for model, text in about.items())
         + " On Gemma a budget counts the bytes of the 3 of 18 layers that methods compress, *bytes %* those of all.\n",
         writers.markdown(compare_retrieval()),
+        "Does a small divergence go with retrieval? At half and a quarter of the bytes, "
+        + " ".join(describe_correlation(model) for model in SUITES)
+        + "\n",
         "## Where four bits are lost\n",
         f"![Divergence of q4_0 by what it codes, on both models]({NAME}.png)\n",
         "Divergence from the full cache in nats a token: geometric means over 12 texts of 2,048 tokens, 64 tokens "

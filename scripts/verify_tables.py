@@ -20,6 +20,7 @@ import memory_2026
 import paper_claims
 import paper_tables
 import rounding
+import second_model
 import shards
 import tables_page
 import tiny_table
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 PARTS = (
-    (tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_claims, tables_page),
+    (tiny_table, format_tables, llamacpp_table, memory_2026, rounding, second_model, paper_claims, tables_page),
     (paper_tables,),
 )
 """The scripts whose tables are verified, in two parts that take about equally long."""
