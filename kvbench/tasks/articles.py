@@ -86,7 +86,11 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
     for i, row in enumerate(read_rows(path)):
         transcript = []
         for speech in row.records("meeting_transcripts"):
-            transcript.append(f"{_clean(speech.text('speaker'))}: {_read_speech(speech)}")
+            words = ""
+            # ``speech.text`` refuses an empty text
+            if speech.value("content") != "":
+                words = _clean(speech.text("content"))
+            transcript.append(f"{_clean(speech.text('speaker'))}: {words}")
         turns = _read_queries(row, suffix)
         prompt = prefix + "\n".join(transcript)
         # the turns hold the references
@@ -120,14 +124,6 @@ def _read_queries(row: FileRow, template: str) -> tuple[Turn, ...]:
     if not turns:
         raise row.wrong("the meeting has no query")
     return tuple(turns)
-
-
-def _read_speech(row: FileRow) -> str:
-    """Return the cleaned words of one speech, '' if the transcript has none."""
-    # ``row.text`` refuses an empty text
-    if row.value("content") == "":
-        return ""
-    return _clean(row.text("content"))
 
 
 def _clean(text: str) -> str:

@@ -232,7 +232,9 @@ def load_tasks(
     tokenizer, data, render: fields of LoadContext.
     query_aware: True if questions are in view while prompts are compressed; None: each task keeps its own setting.
     """
-    loader = _import_loader(entry)
+    # _target_ is the path of a function, such as kvbench.tasks.needle.load
+    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
+    loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
     # these keys are for load_tasks, run and fetch, not for loaders
     knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
     turns = ""
@@ -251,14 +253,6 @@ def load_tasks(
     if not selection:
         return tasks
     return _select_tasks(dataset, tasks, selection)
-
-
-def _import_loader(entry: Mapping[str, Any]) -> Callable[..., list[Task]]:
-    """Return the function that loads the tasks of an entry: its ``_target_``, or the loader of rows."""
-    # _target_ is the path of a function, such as kvbench.tasks.needle.load
-    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
-    loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
-    return loader
 
 
 def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:

@@ -222,7 +222,12 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
                 download = hub.download_file(origin["repo"], source.kind, name, origin["commit"], folder)
             for wanted in group:
                 digest, size = _install(wanted, download, root, folder, lock)
-                lock[wanted.destination] = _make_lock_record(source.dataset, wanted, origin, digest, size)
+                record: LockRecord = {"dataset": source.dataset}
+                record |= origin
+                record |= {"from": wanted.source, "sha256": digest, "bytes": size}
+                if wanted.member:
+                    record["member"] = wanted.member
+                lock[wanted.destination] = record
                 places.append(wanted.destination)
             # write the lock after every download: an interrupted fetch keeps the checksums of its files
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
@@ -241,20 +246,6 @@ def _list_missing(source: FileSource, root: Path, lock: Lock) -> list[Wanted]:
         if state == "missing":
             missing.append(wanted)
     return missing
-
-
-def _make_lock_record(dataset: str, wanted: Wanted, origin: Mapping[str, str], digest: str, size: int) -> LockRecord:
-    """Return the lock's record of a fetched file.
-
-    origin: the file's origin, as ``_find_origin`` returns it.
-    digest, size: the file's SHA-256 and its size in bytes.
-    """
-    record: LockRecord = {"dataset": dataset}
-    record |= origin
-    record |= {"from": wanted.source, "sha256": digest, "bytes": size}
-    if wanted.member:
-        record["member"] = wanted.member
-    return record
 
 
 def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
@@ -325,7 +316,6 @@ def _find_origin(
 
 
 def _find_locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
-    """Return the commit of a repo's revision in the lock, or None if nothing of that revision was fetched."""
     # a branch moves on: all files of a dataset must come from one commit, whenever they are fetched
     for record in lock.values():
         if record.get("repo") == repo and record.get("revision") == revision and "commit" in record:

@@ -138,7 +138,9 @@ def _cut_first_windows(
     length: the tokens of a window that are read, BOS included.
     forced: the tokens behind them that are compared.
     """
-    bos = _list_bos_ids(tokenizer)
+    bos = []
+    if tokenizer.bos_token_id is not None:
+        bos = [tokenizer.bos_token_id]
     size = length + forced - len(bos)  # the tokens of the document in a window
     meta = {"window": length + forced, "unit": "token"}
     for name, text in documents:
@@ -153,13 +155,6 @@ def _cut_first_windows(
                 scored=ScoredText(tuple(bos + ids[:size]), prefix=length, divisor=float(forced)),
                 meta=meta,
             )
-
-
-def _list_bos_ids(tokenizer: Any) -> list[int]:
-    """Return the id of the tokenizer's BOS token in a list, which is empty if it has none."""
-    if tokenizer.bos_token_id is None:
-        return []
-    return [tokenizer.bos_token_id]
 
 
 def _cut_llamacpp_windows(
@@ -249,7 +244,6 @@ def _make_tiny_texts(_files: Files) -> Documents:
 # cached, since a suite asks for the same texts once for every plan of it
 @lru_cache(maxsize=TINY_DOCUMENTS)
 def _make_tiny_text(document: int) -> str:
-    """Return one of the tiny model's documents by its number."""
     names = list(tiny.TASKS)
     sentences = []
     for i in range(TINY_SENTENCES):
@@ -261,7 +255,6 @@ def _make_tiny_text(document: int) -> str:
 
 
 def _read_wikitext_articles(files: Files) -> Documents:
-    """Yield the articles of WikiText-2's test split, each with its heading."""
     path = files.path(WIKITEXT)
     text = read_text(path, f"dataset={files.dataset}")
     # a text without headings is one article

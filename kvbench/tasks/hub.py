@@ -66,7 +66,6 @@ def find_cache_state(repo: str, revision: str) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
-        """Return the path of a file in the cache; None if it is not there."""
         location = try_to_load_from_cache(repo, name, revision=revision)
         # besides a path or None, the function may return an object: the hub is known not to have the file
         if not isinstance(location, str):

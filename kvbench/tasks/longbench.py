@@ -158,7 +158,12 @@ def load(
     tasks = []
     for name, path in paths.items():
         spec = TASKS[name]
-        template, limit = _check_official(name, prompts.get(name), lengths.get(name))
+        template, limit = prompts.get(name), lengths.get(name)
+        if not isinstance(template, str) or template.count("{context}") != 1:
+            raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
+        if not is_count(limit):
+            reason = f"the answer length of {name} must be a whole number, got {describe_value(limit)}"
+            raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
         examples = _read_examples(path, name, template, limit, with_buckets=split == "e")
         ends: tuple[str, ...] = ("\n",) if spec.newline_ends else ()
         task = Task(
@@ -179,20 +184,6 @@ def load(
         )
         tasks.append(task)
     return limit_answers(dataset, tasks, max_new_tokens)
-
-
-def _check_official(task: str, template: object, limit: object) -> tuple[str, int]:
-    """Return (template, limit) if LongBench's files hold possible values for a task. Raises UsageError otherwise.
-
-    template: the task's prompt, which must have one ``{context}``.
-    limit: the most new tokens of its answers.
-    """
-    if not isinstance(template, str) or template.count("{context}") != 1:
-        raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {task} must be text with one {{context}}")
-    if not is_count(limit):
-        reason = f"the answer length of {task} must be a whole number, got {describe_value(limit)}"
-        raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
-    return template, limit
 
 
 def file_places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:

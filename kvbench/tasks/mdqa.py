@@ -106,7 +106,12 @@ def load(
                     meta={"documents": documents, "gold": place + 1},
                 )
             )
-    note = note_own_wording(dataset, _write_fact_of_distractors(questions_with_foreign, len(questions)))
+    fact = ""
+    # foreign distractors are easier than retrieved ones; readers of the scores must know this
+    if questions_with_foreign:
+        share = f"{questions_with_foreign} of {len(questions)} questions"
+        fact = f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
+    note = note_own_wording(dataset, fact)
     tasks = []
     for position, examples in examples_at.items():
         task = Task(
@@ -123,20 +128,7 @@ def load(
     return tasks
 
 
-def _write_fact_of_distractors(questions_with_foreign: int, questions: int) -> str:
-    """Return the fact that some questions have distractors from other questions; '' if none has.
-
-    questions_with_foreign: the number of such questions, out of all ``questions``.
-    """
-    if not questions_with_foreign:
-        return ""
-    # foreign distractors are easier than retrieved ones; readers of the scores must know this
-    share = f"{questions_with_foreign} of {questions} questions"
-    return f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
-
-
 def _check_numbers(dataset: str, documents: int, seed: int, max_new_tokens: int, min_answer_tokens: int) -> None:
-    """Raise UsageError for impossible numbers of documents and of tokens, or an impossible seed."""
     check_whole(dataset, "documents", documents)
     check_whole(dataset, "seed", seed, least=0)
     check_whole(dataset, "max_new_tokens", max_new_tokens)

@@ -77,7 +77,6 @@ def _hide_always(pair: NeedlePair) -> Callable[[int], NeedlePair]:
     """Return a function for ``Phrasing.pair`` that gives every example the same needle."""
 
     def give_pair(index: int) -> NeedlePair:
-        """Return the needle, whatever the index is."""
         return pair
 
     return give_pair
@@ -131,7 +130,10 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     lengths = []
     for length in _check_list(dataset, "lengths", knobs.lengths):
         lengths.append(check_whole(dataset, "lengths", length, least=1, most=10_000_000))
-    depths = _check_depths(dataset, knobs.depths)
+    depths = _check_list(dataset, "depths", knobs.depths)
+    for depth in depths:
+        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
+            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
     check_whole(dataset, "repeats", knobs.repeats, least=1, most=1_000_000)
     phrasing = _limit_answer(_choose_phrasing(dataset, knobs), dataset, knobs, chat=context.chat)
     if tokenizer is None:
@@ -441,15 +443,6 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
     return replace(phrasing, prompt=template, metric=name)
-
-
-def _check_depths(dataset: str, value: float | Sequence[float]) -> list[float]:
-    """Return the depths as a list. Raises UsageError for a depth that is not a number from 0 to 100."""
-    depths = _check_list(dataset, "depths", value)
-    for depth in depths:
-        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
-            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
-    return depths
 
 
 def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:

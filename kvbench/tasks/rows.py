@@ -30,7 +30,6 @@ class FileRow:
     """
 
     def __init__(self, file: Path, place: str, values: Mapping[str, object], hint: str = "") -> None:
-        """Take the fields of the record."""
         self.file, self.place, self.values, self.hint = file, place, values, hint
 
     def wrong(self, reason: str) -> UsageError:
@@ -253,14 +252,12 @@ def _name_place(file: Path, place: str) -> str:
 
 
 def _check_object(file: Path, place: str, value: object) -> Mapping[str, object]:
-    """Return ``value`` if it is a JSON object. Raises UsageError for any other value."""
     if not isinstance(value, dict):
         raise UsageError(f"{file}, {place}: must be a JSON object, got {describe_value(value)}")
     return value
 
 
 def _unreadable(file: Path, error: OSError) -> UsageError:
-    """Return the error for a file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return UsageError(f"there is no file {file}")
     if isinstance(error, IsADirectoryError):

@@ -259,7 +259,6 @@ class RowReader:
         """Return a template with the row's texts in place of the template's keys, and ``choices`` for ``{choices}``."""
 
         def fill_field(match: re.Match[str]) -> str:
-            """Return the row's text for one ``{key}``, or the choices for ``{choices}`` if the task has any."""
             if match[1] == "choices" and choices:
                 return choices
             text = row.text(_find_key(row, match[1]))
@@ -281,7 +280,6 @@ class RowReader:
         return tuple(answers)
 
     def _read_references(self, row: FileRow, key: str) -> Iterator[str]:
-        """Yield the references under one key that are not blank."""
         form = self.form
         name = _find_key(row, key)
         # a list has its parts already, so its texts are not split

@@ -39,7 +39,6 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
 
     def scale(point: Point) -> list[float]:
-        """Return the point's ranks along the axes, from 0 to 1."""
         coordinates = []
         for axis, value in zip(axes, point, strict=True):
             # ranks, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100. An axis with a single value has

@@ -172,7 +172,6 @@ def _read_line(row: FileRow, key: str) -> str:
 
 
 def _count_noun(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}s"

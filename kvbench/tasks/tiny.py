@@ -201,7 +201,6 @@ def draw_key_points(rng: random.Random, n: int) -> Puzzle:
 
 
 def _draw_digits(rng: random.Random) -> str:
-    """Return a number from 0 to 999 with three digits."""
     # three tokens: the model's tokenizer splits numbers into digits
     return f"{rng.randrange(1000):03d}"
 
@@ -278,7 +277,6 @@ def make_example(task: str, length: int, index: int) -> Example:
 
 
 def _join_prompt(sentences: Sequence[str], question: str) -> str:
-    """Return a prompt: the header, the sentences and the question, with spaces between them."""
     return f"{HEADER} {' '.join(sentences)} {question}"
 
 
@@ -314,7 +312,6 @@ def load(context: LoadContext, length: int, examples: int, max_new_tokens: int |
 # cached, since a report asks for the examples once for every table
 @lru_cache(maxsize=24)
 def _make_examples(task: str, length: int, count: int) -> tuple[Example, ...]:
-    """Return the first ``count`` examples of a task."""
     return tuple(make_example(task, length, i) for i in range(count))
 
 

@@ -156,7 +156,6 @@ def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str,
     """Turn a metric of (prediction, reference) into one of (prediction, reference, example)."""
 
     def score_pair(prediction: str, reference: str, example: Example) -> float | None:
-        """Return the score by ``function``, which does not need the example."""
         return function(prediction, reference)
 
     return score_pair
@@ -168,7 +167,6 @@ def _by_all_references(
     """Turn a metric of (prediction, all references) into one of (prediction, example)."""
 
     def score_example(prediction: str, example: Example) -> float | None:
-        """Return the score by ``function`` against all references of the example."""
         return function(prediction, example.answers)
 
     return score_example
@@ -183,7 +181,6 @@ def _by_single_reference(
     """
 
     def score_reference(prediction: str, reference: str, example: Example) -> float | None:
-        """Return the score by ``function`` against this reference alone."""
         return function(prediction, [reference])
 
     return score_reference

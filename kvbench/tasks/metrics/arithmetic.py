@@ -139,7 +139,6 @@ class _Reader:
     """
 
     def __init__(self, tokens: list[_Token], at: int) -> None:
-        """Begin to read at the token with the index ``at``."""
         self.tokens, self.at = tokens, at
 
     def read_sum(self, depth: int) -> float:

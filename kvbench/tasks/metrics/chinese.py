@@ -66,7 +66,6 @@ def _list_scored_words(text: str) -> list[str]:
 
 @cache
 def _load_segmenter() -> Any:
-    """Return a jieba segmenter with jieba's own dictionary."""
     # import jieba on first use, since reading its dictionary takes a second
     import jieba
 

@@ -105,7 +105,6 @@ class MathWorker:
     """The process that reads and compares answers. Threads take turns, and a forked process starts its own."""
 
     def __init__(self) -> None:
-        """Begin without a process: the first answer starts it."""
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
         # the id of the process of kvbench that has started ``_process``
@@ -145,7 +144,6 @@ class MathWorker:
                     pipe.close()
 
     def _ensure_running(self) -> subprocess.Popen[str]:
-        """Return the process. Start it if there is none, or if it has ended since its last reply."""
         process = self._process
         if process is not None and self._owner == os.getpid() and process.poll() is None:
             return process

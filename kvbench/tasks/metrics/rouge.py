@@ -52,7 +52,6 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
     """
 
     def collect_ngrams(text: str) -> set[tuple[str, ...]]:
-        """Return the different n-grams of a text's words."""
         words = list(chain.from_iterable(_split_sentences(text)))
         return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 

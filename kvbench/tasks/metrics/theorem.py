@@ -184,7 +184,6 @@ def _find_list(text: str, first: bool) -> list[float | None]:
 
 
 def _pick_first_or_last(matches: Sequence[T], first: bool) -> T:
-    """Return the first or the last of at least one match."""
     if first:
         return matches[0]
     return matches[-1]

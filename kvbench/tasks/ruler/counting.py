@@ -104,7 +104,6 @@ def _repeat_words(
 
 
 def _number_words(words: Sequence[str]) -> str:
-    """Return words in one line, numbered from 1."""
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
@@ -151,7 +150,6 @@ def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
     """Return ``size`` different coded words in the order of their frequency. Dots take the first place, as noise."""
 
     def draw_word() -> str:
-        """Return a word of six random letters."""
         return "".join(rng.choices(string.ascii_lowercase, k=6))
 
     drawn_words = {draw_word() for _ in range(size)}

@@ -279,7 +279,6 @@ def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: 
 
 
 def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Return the number of a text's tokens, without special tokens."""
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -395,7 +394,6 @@ class Sources:
         return sorted(haystack.glob("*.txt"))
 
     def _find_path(self, name: str) -> Path | None:
-        """Return the path of a file or folder below the data folder; None if it does not exist."""
         if self.files.root is None:
             return None
         path = self.files.root / name

@@ -150,7 +150,6 @@ def _number_documents(texts: set[str]) -> tuple[tuple[str, ...], dict[str, int]]
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises UsageError if it cannot be read or is not JSON."""
     try:
         return json.loads(read_text(path, "dataset ruler"))
     except ValueError as error:

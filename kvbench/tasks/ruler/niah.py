@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -132,6 +132,11 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     # several keys, or several values of one key, are asked for in the plural
     wording = Wording.choose(needles.value, one_answer=needles.asked * needles.values == 1)
     query = _enumerate_words([keys[i] for i in asked_indices])
+    # for the tasks with ``@many`` in their names; the plural suits no single key
+    others: list[OtherQuestion] = []
+    if wording.one_answer:
+        for key, key_values in values_by_key.items():
+            others.append(OtherQuestion(wording.write_question(key), wording.write_prefix(key), tuple(key_values)))
     context = wording.write_context(haystack)
     depth = 100 * context.index(answers[0]) / len(context)
     return RulerPrompt(
@@ -141,7 +146,7 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
         answers=tuple(answers),
         facts={"size": size, "depth": round(depth, 1)},
         short=source.essays is not None and size > len(source.essays),
-        others=_ask_for_every_key(wording, values_by_key),
+        others=tuple(others),
     )
 
 
@@ -162,19 +167,6 @@ def _hide_in_lines(source: NeedleSource, size: int, hidden: Sequence[str], value
     for place, needle in zip(places, hidden, strict=True):
         lines.insert(place, needle)
     return "\n".join(lines)
-
-
-def _ask_for_every_key(wording: Wording, values_by_key: Mapping[str, Sequence[str]]) -> tuple[OtherQuestion, ...]:
-    """Return a question for each key of a haystack, for the tasks with ``@many`` in their names.
-
-    wording: the words of the prompt. In the plural they suit no single key, and the result is ().
-    """
-    if not wording.one_answer:
-        return ()
-    questions = []
-    for key, values in values_by_key.items():
-        questions.append(OtherQuestion(wording.write_question(key), wording.write_prefix(key), tuple(values)))
-    return tuple(questions)
 
 
 @dataclass(frozen=True)

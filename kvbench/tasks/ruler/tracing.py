@@ -37,7 +37,6 @@ def make_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     rng, numpy_rng = Random(budget.seed), np.random.RandomState(budget.seed)
 
     def draw_value() -> str:
-        """Return a drawn value of five digits."""
         return str(numpy_rng.randint(10000, 99999))
 
     solved = _draw_solved_prompt(rng, budget)
@@ -69,7 +68,6 @@ def _draw_solved_prompt(rng: Random, budget: LengthBudget) -> RulerPrompt:
     """
 
     def give_example_value() -> str:
-        """Return the example's value, which needs no draw."""
         return EXAMPLE_VALUE
 
     # the example's answer is not counted
@@ -116,5 +114,4 @@ def _draw_prompt(rng: Random, size: int, *, letters: int, draw_value: Callable[[
 
 
 def _draw_name(rng: Random, letters: int) -> str:
-    """Return a drawn name of ``letters`` capitals."""
     return "".join(rng.choices(string.ascii_uppercase, k=letters))

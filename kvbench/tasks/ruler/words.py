@@ -57,7 +57,6 @@ class KeyWords(Sequence[str]):
     """All ``adjective-noun`` pairs in sorted order, six million. Each pair is made when it is drawn."""
 
     def __init__(self) -> None:
-        """Divide the sorted pairs into blocks of one adjective each."""
         nouns, adjectives, _ = read_word_lists()
         self.nouns = sorted(set(nouns))
         prefixes = sorted({f"{adjective}-" for adjective in adjectives})
@@ -76,7 +75,6 @@ class KeyWords(Sequence[str]):
         self.ends = list(accumulate(block.high - block.low for block in self.blocks))
 
     def __len__(self) -> int:
-        """Return the number of pairs."""
         return self.ends[-1]
 
     def __getitem__(self, index: Any) -> Any:
@@ -120,7 +118,6 @@ class Essays:
         self.spans = list(punkt.tokenizer_for("english").span_tokenize(self.text))
 
     def __len__(self) -> int:
-        """Return the number of words."""
         return len(self.ends)
 
     @property
