@@ -57,7 +57,12 @@ def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = Non
         return load.load_weights(cfg, load.locate(cfg), device)
     config = resolve_model_config(cfg)
     if layers is not None:
-        _cut_layers(config, layers, cfg.name)
+        if layers > config.num_hidden_layers:
+            raise UsageError(f"layers={layers} is not possible: {cfg.name} has {config.num_hidden_layers}")
+        config.num_hidden_layers = layers
+        # only some families list their layers' types, and transformers refuses a list with too many entries
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     dtype = load.resolve_dtype(cfg, device, config)
     # the processor's generator is always forked, a GPU's only if it is named
     generator_devices = [device] if device.type == "cuda" else []
@@ -70,16 +75,6 @@ def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = Non
         # free the part that was built before the caller goes on
         gc.collect()
         raise KvbenchError(f"model={cfg.name} does not fit into the memory of {device} as {dtype}") from None
-
-
-def _cut_layers(config: PretrainedConfig, layers: int, name: str) -> None:
-    """Cut ``config`` to its first ``layers`` layers. Raises UsageError if the model ``name`` has fewer."""
-    if layers > config.num_hidden_layers:
-        raise UsageError(f"layers={layers} is not possible: {name} has {config.num_hidden_layers}")
-    config.num_hidden_layers = layers
-    # only some families list their layers' types, and transformers refuses a list with too many entries
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

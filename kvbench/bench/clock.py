@@ -59,7 +59,6 @@ def timed_attention(name: str, clock: Clock) -> Iterator[None]:
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        """Return the output of the plain function, and record when the call began and ended."""
         start = clock.mark()
         output = plain(*args, **kwargs)
         clock.attention.append((start, clock.mark()))

@@ -81,7 +81,6 @@ def read_clocks(device: torch.device) -> dict[str, str]:
 
 
 def _read_processor_name() -> str:
-    """Return the processor's name, or '' if it is unknown."""
     # platform.processor() is empty on most Linux systems
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -95,7 +94,6 @@ def _read_processor_name() -> str:
 
 
 def _read_versions() -> dict[str, str]:
-    """Return the versions of PACKAGES that are installed."""
     versions = {}
     for package in PACKAGES:
         try:

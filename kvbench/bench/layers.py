@@ -107,7 +107,6 @@ def _draw_observation(
     head_dim = shape.head_dim
 
     def draw_normal(*size: int) -> torch.Tensor:
-        """Return normal random numbers of this shape, in the number type of the cache."""
         return torch.randn(*size, generator=generator).to(device, dtype)
 
     def draw_attention_sums() -> torch.Tensor:

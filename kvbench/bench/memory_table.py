@@ -14,7 +14,6 @@ from kvbench.base.visible import say
 from kvbench.bench.layers import MeasuredLayers, estimate_working_bytes, measure_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
-from kvbench.kv.pages import PagesFreed
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Modifier
 from kvbench.methods.core.resolve import ChainConfig
@@ -174,7 +173,13 @@ def make_account(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, b
         # without ``build`` there is no other reason, and nothing stands behind the semicolon
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
     # percentages are at 16 bits, as in papers, whatever number type was asked for
-    total16 = _compute_total16(entry, shape, n, measured)
+    total16 = None
+    if measured is not None:
+        total16 = measured.total16
+    else:
+        declared16 = bytes_declared(entry.chain, shape, n, HALF)
+        if declared16 is not None:
+            total16 = declared16.total
     percent = None
     if total16 is not None:
         percent = 100 * total16 / shape.full_bytes(n, HALF)
@@ -188,19 +193,6 @@ def make_account(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, b
         even=even,
         why=why,
     )
-
-
-def _compute_total16(entry: ChainConfig, shape: Shape, n: int, measured: MeasuredLayers | None) -> int | None:
-    """Return the bytes of one chain at 16 bits by formula, for the tokens kept by the built layers if there are any.
-
-    Return None if no layers were built and no formula knows how many tokens stay.
-    """
-    if measured is not None:
-        return measured.total16
-    declared = bytes_declared(entry.chain, shape, n, HALF)
-    if declared is None:
-        return None
-    return declared.total
 
 
 def _measure_if_possible(
@@ -242,7 +234,11 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     title = f"prompt of {rows[0].n} tokens; full cache {full}; all numbers in {unit}\n\n"
     tables = [_build_bytes_table(rows, size)]
     all_notes = list(_list_notes(rows))
-    freed = _list_freed_pages(rows)
+    freed = []
+    for row in rows:
+        # heads apart and compacted is the largest of the shares: if it is 0, all are
+        if row.measured is not None and row.measured.pages_freed.apart_compacted:
+            freed.append((row.method, row.measured.pages_freed))
     if freed:
         tables.append(pages.build_table(freed))
         all_notes += pages.NOTES
@@ -264,16 +260,6 @@ def _build_bytes_table(rows: Sequence[Account], size: int) -> Table:
     for line in lines:
         body.append(tuple(line[head] for head in heads))
     return Table(tuple(heads), tuple(body))
-
-
-def _list_freed_pages(rows: Sequence[Account]) -> list[tuple[str, PagesFreed]]:
-    """Return (method, shares of pages freed) of each method whose layers were built, if it frees a page at all."""
-    freed = []
-    for row in rows:
-        # heads apart and compacted is the largest of the shares: if it is 0, all are
-        if row.measured is not None and row.measured.pages_freed.apart_compacted:
-            freed.append((row.method, row.measured.pages_freed))
-    return freed
 
 
 def _choose_unit(byte_count: int) -> str:

@@ -248,7 +248,6 @@ def ask_child(
 
 
 def _send_answer(writer: Connection, request: PeakRequest) -> None:
-    """Answer ``request`` in this child process, and send the answer to the parent."""
     # Ctrl-C kills this child; the parent reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # the parent's standard output is for tables and JSON, so libraries' prints go to standard error
@@ -283,14 +282,21 @@ def _measure_request(request: PeakRequest) -> PeakAnswer:
     imported_bytes = process_memory("VmRSS")
     with limit_memory(request.limit, device):
         model = architecture.build_model(cfg.model, device, request.layers)
+        workload = parse_workload(request.workload)
         if request.quantity == "peak of a peer":
-            _run_peer(request, model)
+            ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
+            peers.run(model, peers.find_peer(request.label), ids, workload.new)
         else:
             chains = {"full": Chain()} | {c.label: c.chain for c in cfg.chains}
             chain = chains[request.label]
             if request.quantity == "largest":
-                return {"batch": _search_batch(request, model, chain)}
-            _run_chain(request, model, chain)
+
+                def rows_fit(rows: int) -> bool:
+                    return fits_memory(model, chain, workload.sized(rows), request.seed)
+
+                return {"batch": find_largest_batch(rows_fit)}
+            ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
+            generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
         # the highest resident memory that this process ever had
         peak_bytes = process_memory("VmHWM")
         return {"allocated": peak_bytes - imported_bytes, "reserved": peak_bytes}
@@ -304,28 +310,3 @@ def _import_code(request: PeakRequest, model_config: PretrainedConfig) -> None:
     if request.quantity == "peak of a peer":
         for package in peers.find_peer(request.label).packages:
             import_module(package)
-
-
-def _search_batch(request: PeakRequest, model: PreTrainedModel, chain: Chain) -> int:
-    """Return the largest batch of the requested workload that fits."""
-    workload = parse_workload(request.workload)
-
-    def rows_fit(rows: int) -> bool:
-        """Return True if a batch of this number of rows fits into memory."""
-        return fits_memory(model, chain, workload.sized(rows), request.seed)
-
-    return find_largest_batch(rows_fit)
-
-
-def _run_chain(request: PeakRequest, model: PreTrainedModel, chain: Chain) -> None:
-    """Run one pass of the requested workload under ``chain``."""
-    workload = parse_workload(request.workload)
-    ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
-    generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
-
-
-def _run_peer(request: PeakRequest, model: PreTrainedModel) -> None:
-    """Run one pass of the requested workload under the requested peer."""
-    workload = parse_workload(request.workload)
-    ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
-    peers.run(model, peers.find_peer(request.label), ids, workload.new)

@@ -69,7 +69,6 @@ class Peer:
 
 
 def _is_installed(package: str) -> bool:
-    """Return True if a package, or a module within one, can be imported."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:
@@ -91,7 +90,6 @@ def _choose_quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], An
         options["nbits"] = BITS
 
     def make_cache(model: PreTrainedModel, tokens: int) -> Any:
-        """Return a new cache for ``model``. It needs no number of ``tokens``."""
         return cache_utils.QuantizedCache(backend, model.config, **options)
 
     return make_cache

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError, unknown
@@ -49,12 +48,10 @@ STEP_KINDS = ("plain", "graph")
 
 
 def _read_workloads(text: str) -> list[Workload]:
-    """Return the workloads of a text that separates them by commas."""
     return [parse_workload(word) for word in split_list(text)]
 
 
 def _read_steps(text: str) -> list[str]:
-    """Return the kinds of steps, each one of STEP_KINDS, of a text that separates them by commas."""
     return [check_choice("value of step", STEP_KINDS, word) for word in split_list(text)]
 
 
@@ -230,7 +227,11 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
                 # base rows are measured again, since ratios compare only rows of one session
                 names = missing_names + base_names
                 chosen = [entrant for entrant in entrants if entrant.name in names]
-                _measure_workload(model, chosen, workload, settings, path)
+                new_rows = timing.measure_entrants(model, chosen, workload, settings)
+                keys = {entrant.name: make_row_key(entrant, workload, settings) for entrant in chosen}
+                # append after each workload, so that an interruption loses one at most
+                facts = {"workload": workload.name}
+                records.append_rows(path, [row | {"key": keys[row["method"]]} | facts for row in new_rows])
     # read the file again, with the rows just appended
     all_rows = records.read_rows(path)
     latest = records.index_latest(all_rows)
@@ -238,16 +239,6 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
     if older:
         rows += _list_older_base_rows(rows, all_rows, base_names)
     return rows
-
-
-def _measure_workload(
-    model: PreTrainedModel, entrants: Sequence[Entrant], workload: Workload, settings: Settings, path: Path
-) -> None:
-    """Measure ``entrants`` on one workload and append their rows to the file ``path``."""
-    rows = timing.measure_entrants(model, entrants, workload, settings)
-    keys = {entrant.name: make_row_key(entrant, workload, settings) for entrant in entrants}
-    # append after each workload, so that an interruption loses one at most
-    records.append_rows(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
 
 
 def _list_older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:

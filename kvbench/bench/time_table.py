@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvbench.base.formatting import format_number, format_percent, format_size, with_interval
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, median_of, ratio_of_medians, row_of_base
@@ -24,23 +24,15 @@ def render(rows: Sequence[Row], over: str = FULL) -> str:
         rows_by_block.setdefault((row["model"], row["workload"]), []).append(row)
     blocks = []
     for (model, workload), block_rows in rows_by_block.items():
-        tables = compose(list(_build_tables(block_rows, over)), [], "text")
-        blocks.append(f"{model}: prompt + new tokens x rows {workload}\n\n{tables}")
+        rows_and_bases = [(row, row_of_base(row, block_rows, over)) for row in block_rows]
+        tables = [_build_times_table(rows_and_bases)]
+        measured = [(row, base_row) for row, base_row in rows_and_bases if row["status"] == MEASURED]
+        if measured:
+            tables += [_build_parts_table(measured), _build_bytes_table(measured)]
+        text = compose(tables, [], "text")
+        blocks.append(f"{model}: prompt + new tokens x rows {workload}\n\n{text}")
     notes = compose([], list(_list_notes(rows, over)), "text")
     return "\n".join([*blocks, notes])
-
-
-def _build_tables(rows: Sequence[Row], over: str) -> Iterator[Table]:
-    """Yield the tables of the rows of one model and workload: times, the parts of times, and bytes.
-
-    over: the method or peer whose row of the same session is the base row of the ratios.
-    """
-    rows_and_bases = [(row, row_of_base(row, rows, over)) for row in rows]
-    yield _build_times_table(rows_and_bases)
-    measured = [(row, base_row) for row, base_row in rows_and_bases if row["status"] == MEASURED]
-    if measured:
-        yield _build_parts_table(measured)
-        yield _build_bytes_table(measured)
 
 
 def _build_times_table(rows_and_bases: Sequence[RowAndBase]) -> Table:
@@ -53,7 +45,7 @@ def _build_times_table(rows_and_bases: Sequence[RowAndBase]) -> Table:
         cells = [_write_label(row), str(row["batch"] or "max")]
         if row["status"] == MEASURED:
             cells += [_write_time(row, quantity, base_row) for quantity in TIMES]
-            cells.append(_write_throughput(row, base_row))
+            cells.append(_write_median(row, "throughput", base_row, format_number))
         else:
             # the status replaces the first number, and all others stay empty
             cells.append(str(row["status"]))
@@ -77,7 +69,7 @@ def _build_bytes_table(measured: Sequence[RowAndBase]) -> Table:
     body = []
     for row, base_row in measured:
         cells = [_write_label(row)]
-        cells += [_write_bytes(row, quantity, base_row) for quantity in BYTES]
+        cells += [_write_median(row, quantity, base_row, format_size) for quantity in BYTES]
         roofline = row["roofline"]
         cells += [
             format_size(roofline["moved"]),
@@ -179,20 +171,11 @@ def _write_time(row: Row, quantity: str, base_row: Row | None) -> str:
     return _write_seconds(median, quartiles) + _write_ratio(row, quantity, base_row)
 
 
-def _write_throughput(row: Row, base_row: Row | None) -> str:
-    """Return the text of a throughput: the new tokens of all rows per second, and the ratio."""
-    median = median_of(row, "throughput")
-    if median is None:
-        return "—"
-    return format_number(median) + _write_ratio(row, "throughput", base_row)
-
-
-def _write_bytes(row: Row, quantity: str, base_row: Row | None) -> str:
-    """Return the text of a quantity in bytes: its median and its ratio."""
+def _write_median(row: Row, quantity: str, base_row: Row | None, write: Callable[[float], str]) -> str:
     median = median_of(row, quantity)
     if median is None:
         return "—"
-    return format_size(median) + _write_ratio(row, quantity, base_row)
+    return write(median) + _write_ratio(row, quantity, base_row)
 
 
 def _write_ratio(row: Row, quantity: str, base_row: Row | None) -> str:

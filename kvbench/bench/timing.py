@@ -248,7 +248,6 @@ class Trial:
         chain, seed = self.entrant.config.chain, self.settings.seed
 
         def rows_fit(rows: int) -> bool:
-            """Return True if a batch of this number of rows fits into memory."""
             return peak.fits_memory(self.model, chain, self.workload.sized(rows), seed)
 
         return peak.find_largest_batch(rows_fit)
