@@ -35,22 +35,15 @@ def write_line(suite: Suite, entry: RowScore) -> str:
             parts.append(f"{name} {format_number(part.retained, 0)}")
     # whoever quotes the line must see that its mean is not over all parts
     parts += [f"not {name}" for name in _list_absent_parts(suite, entry)]
+    pages = ""
+    if entry.pages is not None:
+        in_place, compacted = _write_shares(entry.pages)
+        pages = f"; pages freed {in_place} %, compacted {compacted} %"
     return (
         f"{head}{entry.name} {_write_mean(suite, entry)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
-        f"{format_number(entry.bytes)} % of the bytes{_write_pages(entry)}"
+        f"{format_number(entry.bytes)} % of the bytes{pages}"
     )
-
-
-def _write_pages(entry: RowScore) -> str:
-    """Return the text on pages that an engine with one page table a layer could free, as kept tokens lie and compacted.
-
-    It is '' if pages were not counted.
-    """
-    if entry.pages is None:
-        return ""
-    in_place, compacted = _write_shares(entry.pages)
-    return f"; pages freed {in_place} %, compacted {compacted} %"
 
 
 def _write_shares(pages: PagesFreed) -> tuple[str, str]:

@@ -54,7 +54,6 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
 
 
 def _is_measured(part: str, scored: Sequence[RowScore]) -> bool:
-    """Return True if a row has a score in the part."""
     for entry in scored:
         score = entry.parts.get(part)
         if score is not None and score.retained is not None:

@@ -72,9 +72,17 @@ def prepare(
     parts = []
     for part in suite.parts:
         cfg = config.configure(shared_settings | dict(part.keys))
-        # a method without a budget while decoding has no row in parts with long answers
-        measurable = tuple(row for row in suite_rows if row.config_in(part) is not None)
-        parts.append(PartRun(part=part, plan=_plan_part(cfg, part, measurable), rows=measurable))
+        measurable = []
+        # a run measures each combination once, even if several rows have it
+        chains: dict[Chain, ChainConfig] = {}
+        for row in suite_rows:
+            chain_config = row.config_in(part)
+            # a method without a budget while decoding has no row in parts with long answers
+            if chain_config is not None:
+                measurable.append(row)
+                chains.setdefault(chain_config.chain, chain_config)
+        planned = run_plan.prepare(replace(cfg, chains=tuple(chains.values())))
+        parts.append(PartRun(part=part, plan=planned, rows=tuple(measurable)))
     return SuiteRun(suite=suite, rows=suite_rows, parts=tuple(parts))
 
 
@@ -107,17 +115,6 @@ def find_rows(suite: Suite, name: str, settings: Mapping[str, object]) -> list[S
 def _build_settings(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of `run` that all parts have. The method is a placeholder, which the suite's rows replace."""
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
-
-
-def _plan_part(cfg: config.RunConfig, part: SuitePart, part_rows: Sequence[SuiteRow]) -> RunPlan:
-    """Return the run of a part over the full cache and all ``part_rows``. Two rows may be the same combination."""
-    # a run measures each combination once, even if several rows have it
-    chains: dict[Chain, ChainConfig] = {}
-    for row in part_rows:
-        chain_config = row.config_in(part)
-        if chain_config is not None:
-            chains.setdefault(chain_config.chain, chain_config)
-    return run_plan.prepare(replace(cfg, chains=tuple(chains.values())))
 
 
 def find_cells(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:

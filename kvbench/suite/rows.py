@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import floor
 
@@ -107,7 +108,10 @@ def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConf
         if share is None:
             continue
         config = with_options(template, {"kv_ratio": share})
-        decoding = _set_decode_budget(config, share)
+        decoding: ChainConfig | None = None
+        # a selector may have no budget while decoding
+        with suppress(UsageError):
+            decoding = with_options(config, {"kv_ratio": share, "decode_ratio": share})
         suite_rows.append(SuiteRow(name=name, budget=budget, role=role, config=config, decoding=decoding))
     return suite_rows
 
@@ -147,11 +151,3 @@ def _find_largest_share(template: ChainConfig, target: float, tokens: int, count
     if payload is None or payload > SLACK * target:
         return None
     return share
-
-
-def _set_decode_budget(config: ChainConfig, share: float) -> ChainConfig | None:
-    """Return the combination with ``share`` as its budget while decoding, too; None if its selector has none."""
-    try:
-        return with_options(config, {"kv_ratio": share, "decode_ratio": share})
-    except UsageError:
-        return None

@@ -145,17 +145,17 @@ def _score_budget(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, P
         scaled_rows.append(_scale_by_gaps(entry, own=own, low=low, high=high))
     ranked = []
     for scaled, entry in zip(scaled_rows, entries, strict=True):
-        rank = None
+        rank: int | None = None
         if entry.mean is not None and not entry.nothing_compressed:
-            rank = 1 + _count_better(scaled, scaled_rows, entries)
+            # one more than the rows that are better by an interval, without rows that compressed nothing
+            rank = 1
+            for other, other_entry in zip(scaled_rows, entries, strict=True):
+                if not other_entry.nothing_compressed and _is_ahead(other, scaled):
+                    rank += 1
         ranked.append(replace(entry, rank=rank))
-    return sorted(ranked, key=_rank_key)
-
-
-def _rank_key(entry: RowScore) -> tuple[bool, int, float]:
-    """Return the sort key by rank, rows of one rank by mean, and rows without a meaningful mean last."""
-    # zeros stand in for None, which cannot be compared with numbers
-    return entry.rank is None, entry.rank or 0, -(entry.mean or 0.0)
+    # rows of one rank stand by mean, and rows without a meaningful mean last; zeros stand in for None, which cannot be
+    # compared with numbers
+    return sorted(ranked, key=lambda entry: (entry.rank is None, entry.rank or 0, -(entry.mean or 0.0)))
 
 
 def _compute_scores(
@@ -358,21 +358,6 @@ def _scale_by_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: P
     return scaled_parts
 
 
-def _count_better(own: PartScores, all_rows: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
-    """Count the rows that are better than ``own`` by an interval, without rows that compressed nothing.
-
-    own: the row's scores in gaps (``_scale_by_gaps``).
-    all_rows: the scores of all rows of the budget in gaps, with those of the row itself, which is not better than
-        itself.
-    entries: the rows of the budget, in the order of ``all_rows``.
-    """
-    count = 0
-    for other, entry in zip(all_rows, entries, strict=True):
-        if not entry.nothing_compressed and _is_ahead(other, own):
-            count += 1
-    return count
-
-
 def _is_ahead(a: PartScores, b: PartScores) -> bool:
     """Return True if row ``a`` is better than row ``b`` by an interval, over the parts and prompts that both have."""
     # a - b on each prompt, by part and task
@@ -435,7 +420,6 @@ class BelowNegative:
     negative_retained: float
 
     def __str__(self) -> str:
-        """Return the message that names the place and both scores."""
         retained, negative = format_number(self.retained, 0), format_number(self.negative_retained, 0)
         return (
             f"{self.part} at 1/{self.budget}: {self.name} ({retained}) is below the negative control "

@@ -272,7 +272,6 @@ def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
 
 
 def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked: Checked) -> None:
-    """Add the controls that are missing in the folder to the problems."""
     present = {(row["name"], row.get("budget")) for row in rows}
     for control in controls:
         if (control.name, control.budget) not in present:

@@ -75,7 +75,6 @@ def _is_other(sample: Sample, committed: Sample) -> bool:
 
 
 def _list_texts(sample: Sample) -> list[str]:
-    """Return the texts of a sample's answers."""
     return [sample.prediction, *(turn.prediction for turn in sample.turns or ())]
 
 

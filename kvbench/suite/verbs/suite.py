@@ -80,7 +80,13 @@ def main(args: argparse.Namespace) -> int:
         if status is not None:
             return status
         if shard:
-            _check_shard(run)
+            left = 0
+            for part_run in run.parts:
+                left += sum(todo.answers_to_do for todo in part_run.plan.todo())
+            if left:
+                raise KvbenchError(
+                    f"{left} answers of this shard are missing, for the reasons above. Repeat the command"
+                )
             print(
                 "This shard is measured. After the last shard, run the command without shard= and shards= for the card."
             )
@@ -117,15 +123,6 @@ def _measure_parts(run: SuiteRun, command: list[str], quiet: bool) -> int | None
                 say(f"part {number} of {len(run.parts)}, {part_run.part.name}: {part_run.part.about}")
             experiment.fill(part_run.plan, quiet=quiet)
     return stop.status
-
-
-def _check_shard(run: SuiteRun) -> None:
-    """Raise KvbenchError if answers of a measured shard are missing."""
-    left = 0
-    for part_run in run.parts:
-        left += sum(todo.answers_to_do for todo in part_run.plan.todo())
-    if left:
-        raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above. Repeat the command")
 
 
 def _describe_plan(run: SuiteRun) -> Iterator[str]:
