@@ -139,7 +139,6 @@ class DecodeBatch(Generic[Key]):
         return len(self.entering) + len(self._select_unfinished_rows())
 
     def _select_unfinished_rows(self) -> list[AnsweringRow[Key]]:
-        """Return the rows in the batch whose answers have not ended."""
         return [row for row in self.rows if not row.over]
 
     @property

@@ -125,7 +125,6 @@ class Graph:
 
         # a function without arguments, because make_fx counts the ``self`` of a method as an argument
         def run_step() -> Tensor:
-            """Return the logits of one step over the graph's own memory."""
             return step(self.model, self, self.tokens, self.positions)
 
         try:
@@ -183,7 +182,6 @@ def record_operations(run: Callable[[], Tensor], device: torch.device) -> Callab
         out = run()
 
     def replay() -> Tensor:
-        """Replay the captured kernels. They write into the tensor ``out`` again."""
         graph.replay()
         return out
 

@@ -104,7 +104,6 @@ class TransformersCache(HFCache):
         return self._measured
 
     def _check_open(self) -> None:
-        """Raise UsageError if the cache is closed."""
         if not self._closing.alive:
             raise UsageError(
                 "this cache is closed (its with block has ended): use it before, or make another by "

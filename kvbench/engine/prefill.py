@@ -74,8 +74,12 @@ def prefill_chains(
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
     _check_readable(model, model_traits, len(ids), chains, lengths, tokenizer)
     caches: dict[int, PromptCache] = {}
-    # members are the indices of the chains that one pass serves
-    for members in _group_by_pass(model, len(ids), chains, lengths):
+    # the indices of the chains that one pass serves, by the chains' prefill key and the tokens that the pass reads
+    passes: dict[tuple[str, int], list[int]] = {}
+    for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
+        tokens_read = n if _must_end_with_cache(model, chain, n) else len(ids)
+        passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
+    for members in passes.values():
         pass_chains = [chains[i] for i in members]
         pass_lengths = [lengths[i] for i in members]
         # chains of one prefill key compute the prompt alike, so the first may adapt the model for all
@@ -115,23 +119,6 @@ def _check_readable(
     for chain in chains:
         chain.check_model(model_traits)
         check_calibrated(chain, model)
-
-
-def _group_by_pass(
-    model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int]
-) -> list[list[int]]:
-    """Return the indices of ``chains`` in groups. One pass of the model can serve all chains of a group.
-
-    The chains of a group have the same prefill key, and their passes read the same number of tokens.
-
-    ids: the number of the prompt's tokens.
-    lengths: for each chain, how many of these tokens its cache covers.
-    """
-    passes: dict[tuple[str, int], list[int]] = {}
-    for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
-        tokens_read = n if _must_end_with_cache(model, chain, n) else ids
-        passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
-    return list(passes.values())
 
 
 def _must_end_with_cache(model: PreTrainedModel, chain: Chain, n: int) -> bool:

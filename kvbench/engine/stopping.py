@@ -38,7 +38,6 @@ class StopTexts:
         return self._hold(last_tokens) and self._hold(tokens)
 
     def _hold(self, tokens: Sequence[int]) -> bool:
-        """Return True if a text stands in the decoded text of ``tokens``."""
         decoded = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(text in decoded for text in self.texts)
 

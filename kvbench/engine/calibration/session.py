@@ -137,7 +137,6 @@ class Session:
         with progress({label: steps}, quiet, unit="steps of calibration") as tick:
 
             def tick_step() -> None:
-                """Show that one more window is read, or one more step is done."""
                 tick(label, 1)
 
             run = CalibrationRun(model, windows, recipe, tick=tick_step, observe=make_observer(model))

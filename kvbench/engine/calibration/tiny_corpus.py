@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, lru_cache
 
@@ -96,7 +96,12 @@ def draw_sequence(rng: random.Random, length: int, chosen: Sequence[str]) -> lis
     rng.shuffle(queries)
     query_spans: list[Span] = []
     for task, query in queries:
-        span = replace(_encode_query(rng, query, noisy), task=task)
+        question = _encode_sentence(rng, query.question, noisy)
+        answer = (*encode(f" {query.answer}"), EOS)
+        roles = [Role.ANSWER] * len(answer)
+        for i in query.lookups:
+            roles[i] = Role.LOOKUP
+        span = Span(question.ids + answer, question.roles + tuple(roles), task=task)
         # a query that no longer fits is left out, and a shorter one may follow
         if len(span.ids) <= free_tokens:
             query_spans.append(span)
@@ -119,16 +124,6 @@ def _draw_fact_count(rng: random.Random, name: str, task_tokens: float) -> int:
         count = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
     # a puzzle needs a fact to ask for
     return max(1, int(count))
-
-
-def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
-    """Return a query with its answer and EOS as a span. Answer tokens to look up in a fact have the role LOOKUP."""
-    question = _encode_sentence(rng, query.question, noisy)
-    answer = (*encode(f" {query.answer}"), EOS)
-    roles = [Role.ANSWER] * len(answer)
-    for i in query.lookups:
-        roles[i] = Role.LOOKUP
-    return Span(question.ids + answer, question.roles + tuple(roles))
 
 
 def draw_filler(rng: random.Random, room: int, noisy: float) -> list[Span]:
@@ -223,7 +218,6 @@ def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
 
 @cache
 def _load_tokenizer() -> Tokenizer:
-    """Return the tokenizer of the embedded tiny model."""
     return Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 
 
