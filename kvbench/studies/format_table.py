@@ -269,7 +269,6 @@ def find_headings(rows: Sequence[Line]) -> dict[int, str]:
 
 
 def _write_row(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts of a row in the order of the table's heads."""
     reference = line.fidelity.get("reference")
     answer = line.fidelity.get("greedy")
     # choices and perplexity belong to the reference; a run without one shows the answer's
@@ -513,14 +512,8 @@ def _note_divergences(pairs: Sequence[Pair]) -> list[str]:
     for pair in apart:
         if pair.neighbours and pair.ci is not None:
             ratio = with_interval(pair.log_ratio, pair.ci, 2, gap=" ")
-            texts.append(
-                f"{pair.nearer} is nearer to the full cache than {pair.farther}: ln ratio {ratio}{_write_points(pair)}."
-            )
+            points = ""
+            if pair.points is not None:
+                points = f", scores {with_interval(pair.points, pair.points_ci, sign=True, gap=' ')}"
+            texts.append(f"{pair.nearer} is nearer to the full cache than {pair.farther}: ln ratio {ratio}{points}.")
     return texts
-
-
-def _write_points(pair: Pair) -> str:
-    """Return the clause with a pair's difference of scores in points, or "" where it has none."""
-    if pair.points is None:
-        return ""
-    return f", scores {with_interval(pair.points, pair.points_ci, sign=True, gap=' ')}"

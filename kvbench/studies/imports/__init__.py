@@ -118,7 +118,6 @@ def _is_extended(file: Predictions, split: str, extended_folders: Collection[Pat
 
 
 def _find_layout(path: Path) -> layouts.Layout | None:
-    """Return the layout of a file by its name, or None if it is no file of predictions."""
     # LAYOUTS are in an order that matters: LongBench's *.jsonl would match lm-evaluation-harness's files, too
     for layout in layouts.LAYOUTS:
         if layout.matches(path):

@@ -240,7 +240,6 @@ def store_cells(store: ResultStore, distances: Sequence[ImportedDistance], model
 
 
 def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> str:
-    """Store one divergence as a result, and return the result's id."""
     identity = {
         "schema": SCHEMA,
         "kind": KIND,

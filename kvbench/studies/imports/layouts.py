@@ -16,10 +16,9 @@ of objects, or columns as ``DataFrame.to_json`` writes them. Files of early vers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
@@ -98,7 +97,11 @@ def read_kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     one task ``dataset__model__press__ratio``. In a folder of another name, the file's name does.
     """
     folder_task = _parse_folder_name(path.parent.name) or path.stem
-    for row in _read_records(path):
+    if path.suffix == ".json":
+        rows = _read_json(path)
+    else:
+        rows = parse_csv(path, _read_text(path), by_line=True)
+    for row in rows:
         # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"
         prediction, references = read_text(row, PREDICTION), read_texts(row, column)
@@ -118,17 +121,14 @@ def _parse_folder_name(name: str) -> str:
 
 
 def _is_longbench(path: Path) -> bool:
-    """Return True for any JSON Lines file."""
     return path.suffix == ".jsonl"
 
 
 def _is_lm_eval(path: Path) -> bool:
-    """Return True for a file with the samples of lm-evaluation-harness."""
     return path.suffix == ".jsonl" and path.stem.startswith("samples_")
 
 
 def _is_kvpress(path: Path) -> bool:
-    """Return True for any CSV, and for a JSON file named as kvpress's predictions."""
     return path.suffix == ".csv" or (path.suffix == ".json" and path.stem.startswith("predictions"))
 
 
@@ -184,20 +184,16 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path}, line {line}: not UTF-8 text (byte {error.start} of the file)") from None
 
 
-def _read_records(path: Path) -> Iterator[FileRow]:
-    """Return an iterator over the records of a kvpress file, CSV or JSON."""
-    if path.suffix == ".json":
-        return _read_json(path)
-    return parse_csv(path, _read_text(path), by_line=True)
-
-
 def _read_json(path: Path) -> Iterator[FileRow]:
     """Yield the records of a JSON file: a list of objects, or columns. Raises UsageError for anything else."""
     content = parse_json(path, place="", text=_read_text(path))
     records = content
     # DataFrame.to_json writes {column: {index: value}}
     if isinstance(content, dict) and content and all(isinstance(column, dict) for column in content.values()):
-        records = _transpose_columns(content)
+        first_column, *_ = content.values()
+        records = []
+        for index in first_column:
+            records.append({name: column[index] for name, column in content.items() if index in column})
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise UsageError(f"{path}: must hold a list of objects, or columns, got {describe_value(content)}")
     for number, record in enumerate(records, start=1):
@@ -205,12 +201,3 @@ def _read_json(path: Path) -> Iterator[FileRow]:
         if record.get(PREDICTION, "") is None:
             record[PREDICTION] = ""
         yield FileRow(path, f"entry {number}", record)
-
-
-def _transpose_columns(columns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a record for each index of the first column, with the values that the columns have there."""
-    first_column, *_ = columns.values()
-    records = []
-    for index in first_column:
-        records.append({name: column[index] for name, column in columns.items() if index in column})
-    return records

@@ -80,7 +80,6 @@ def collect_identity(source: PredictionSource, scored: Scored) -> dict[str, obje
 
 
 def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
-    """Write the samples, the summary and the record of one dataset's answers. Return the cell's id."""
     facts = collect_identity(source, scored)
     # ids have the form of measured cells' ids: 16 hexadecimal digits of the hash of the identity
     cell = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -99,10 +99,15 @@ def build_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskReco
     records = []
     for i, file in enumerate(scored):
         numbers = _compute_numbers(file.metric, file.scores, file.interval)
+        split = None
+        if file.predictions.extended:
+            split = "e"
+        elif file.predictions.dataset in TASKS:
+            split = "standard"
         # the keys stand in the order in which JSON prints them
         record: TaskRecord = {
             "dataset": file.predictions.dataset,
-            "split": _find_split(file),
+            "split": split,
             "metric": file.metric,
             "score": numbers["score"],
             "ci": numbers["ci"],
@@ -122,15 +127,6 @@ def build_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskReco
         record["seconds"] = round(file.seconds, 3)
         records.append(record)
     return records
-
-
-def _find_split(file: Scored) -> str | None:
-    """Return the split of LongBench that a file answers, or None for a dataset of another benchmark."""
-    if file.predictions.extended:
-        return "e"
-    if file.predictions.dataset in TASKS:
-        return "standard"
-    return None
 
 
 def _compute_numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:

@@ -39,7 +39,6 @@ class PredictionSource:
     prompt: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an unknown prompt policy."""
         if self.prompt is not None and self.prompt not in entries("prompt"):
             raise unknown("prompt policy", self.prompt, entries("prompt"))
 
@@ -152,7 +151,6 @@ def _choose_rows(source: PredictionSource, scored: list[Scored]) -> dict[str, Ma
         rows_by_paper.setdefault(paper, []).append((table, cells))
 
     def count_shared(row: tuple[str, dict[str, Published]]) -> int:
-        """Return how many of the scored datasets a row prints."""
         _, cells = row
         return len(datasets & cells.keys())
 

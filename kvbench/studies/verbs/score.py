@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
     from kvbench.studies.imports.distances import ImportedDistance
     from kvbench.studies.imports.scoring import Scored
-    from kvbench.studies.imports.table import Means, TaskRecord, Verdicts
+    from kvbench.studies.imports.table import TaskRecord
     from kvbench.studies.imports.verdict import PredictionSource
 
 KEYS = (
@@ -82,10 +82,15 @@ def main(args: argparse.Namespace) -> int:
     """
     start = time.perf_counter()
     options = _parse_options(args)
+    from kvbench.report import writers
     from kvbench.studies import imports
     from kvbench.studies.imports import distances, scoring, table, verdict
+    from kvbench.tasks import longbench, metrics
 
-    _check_metrics(options)
+    # a wrong metric or backend is an error before any file is read; lcc is a task that code_sim= is for
+    longbench.metric_name("lcc", options.code_sim)
+    if options.metric is not None:
+        metrics.choose(options.metric)
     # logs with divergences are no answers to score
     divergence_files = distances.find_files(Path(args.path))
     if divergence_files:
@@ -126,10 +131,11 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "csv":
         print(table.as_csv(records), end="")
     elif scored:
-        notes = []
+        notes = table.write_notes(records, verdicts)
         if cells:
             notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
-        _print_tables(records, verdicts, means, notes, args)
+        tables = table.build_tables(records, verdicts, means, args.timing)
+        print(writers.compose(tables, notes, args.format), end="")
     # a program may read stdout, so times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
@@ -138,16 +144,6 @@ def main(args: argparse.Namespace) -> int:
     if errors:
         return 1 if scored else 2
     return 0
-
-
-def _check_metrics(options: ScoreOptions) -> None:
-    """Raise UsageError for an unknown metric or backend. Files are read later, since that may take minutes."""
-    from kvbench.tasks import longbench, metrics
-
-    # lcc is a task that code_sim= is for
-    longbench.metric_name("lcc", options.code_sim)
-    if options.metric is not None:
-        metrics.choose(options.metric)
 
 
 def _store_scores(
@@ -163,22 +159,6 @@ def _store_scores(
     for record, cell in zip(records, cells, strict=True):
         record["cell"] = cell
     return cells
-
-
-def _print_tables(
-    records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, last_notes: Sequence[str], args: argparse.Namespace
-) -> None:
-    """Print the scores as tables, with published values beside them and the notes below.
-
-    last_notes: the notes that follow those of the tables.
-    """
-    from kvbench.report import writers
-    from kvbench.studies.imports import table
-
-    tables = table.build_tables(records, verdicts, means, args.timing)
-    notes = table.write_notes(records, verdicts)
-    notes += last_notes
-    print(writers.compose(tables, notes, args.format), end="")
 
 
 def _print_distances(divergences: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
