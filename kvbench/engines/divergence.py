@@ -86,7 +86,6 @@ def _measure_group(
 
 
 def _open_llamacpp(row: EngineRow) -> LlamaCpp:
-    """Start llama.cpp with a row's cache, and return it."""
     engine = row.open()
     assert isinstance(engine, LlamaCpp), "only llama.cpp gives the logits of every token"
     return engine
@@ -120,7 +119,6 @@ def build_window_record(example: Example, exact: Tensor, logits: Tensor) -> dict
 
 
 def _read_stored_texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
-    """Return the stored divergences of a row on the windows of one task."""
     lines = run.plan.store.lines(run.make_cell(group, row).id)
     records = [lines[example.id]["fidelity"] for example in group.examples if example.id in lines]
     return [TextFidelity.read(record[REFERENCE]) for record in records]

@@ -67,7 +67,6 @@ class CacheType:
     rotation: str = "on"
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a type that llama.cpp does not have."""
         for name in (self.k, self.v):
             if name not in CACHE_TYPES:
                 raise unknown("cache type of llama.cpp", name, CACHE_TYPES)

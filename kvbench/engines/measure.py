@@ -17,7 +17,6 @@ from kvbench.engines.engine import AskedPrompt, Engine, EngineError, Reply
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.summary import show_mean
-from kvbench.store.cell import Cell
 from kvbench.store.provenance import read_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
@@ -120,7 +119,12 @@ def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) ->
     facts["model"] = facts.get("served", facts["model"])
     # answers of two versions of an engine do not mix: the store refuses another ``device``
     facts["device"] = f"{facts['engine']} {facts['version']}".strip()
-    facts["began"] = _find_beginning(run, cell)
+    # tables order rows by the time at which their measurement began, which is stored if there are answers already
+    record = run.plan.store.cell(cell.id)
+    if record is not None and record.provenance:
+        facts["began"] = str(record.provenance[0].get("began", ""))
+    else:
+        facts["began"] = datetime.now(UTC).isoformat(timespec="seconds")
     writer = run.plan.store.open(cell, facts, shard=0, mix=run.plan.cfg.mix)
     try:
         yield writer
@@ -173,17 +177,6 @@ def _cancel(futures: Iterable[Future[Reply]]) -> None:
     """Cancel the prompts that were not asked yet. Prompts that were asked go on."""
     for future in futures:
         future.cancel()
-
-
-def _find_beginning(run: EngineRun, cell: Cell) -> str:
-    """Return the time at which the measurement of a cell began, by which tables order their rows.
-
-    It is the stored time if the cell has answers already, and the present time otherwise.
-    """
-    record = run.plan.store.cell(cell.id)
-    if record is not None and record.provenance:
-        return str(record.provenance[0].get("began", ""))
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _build_line(group: Group, example: Example, reply: Reply) -> Line:

@@ -198,7 +198,6 @@ class Server:
         return choices[0]
 
     def _check_text(self, text: object) -> str:
-        """Return the text of an answer. Raises EngineError if it is none."""
         if text is None:
             raise EngineError(f"{self.url} answered a prompt with null in place of a text", ends_run=False)
         if not isinstance(text, str):
@@ -293,7 +292,6 @@ def _read_token_count(response: Any) -> int | None:
 
 
 def _read_message(error: Any) -> str:
-    """Return the server's own message about an error."""
     return _shorten(getattr(error, "message", "") or error)
 
 

@@ -216,7 +216,7 @@ def _build_row(
     sizes = [answer.bytes_said for answer in answers if answer.bytes_said is not None]
     mean, mean_bytes = None, None
     # means over other prompts than the baseline's would not fit the paired difference beside them
-    if _has_same_prompts(groups, own, baseline):
+    if all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups):
         if len(scores) == len(groups):
             mean = fmean(scores)
         if sizes:
@@ -236,11 +236,6 @@ def _build_row(
         cut_thoughts=fmean(has_cut_thought) if has_cut_thought else 0.0,
         first=first,
     )
-
-
-def _has_same_prompts(groups: Sequence[Group], own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> bool:
-    """Return True if a row has answered the same prompts as the baseline, in the column of each group."""
-    return all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
 
 
 def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskResult, list[float]]:

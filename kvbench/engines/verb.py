@@ -119,7 +119,10 @@ def main(args: argparse.Namespace) -> int:
     problems: list[str] = []
     try:
         if options.compares:
-            divergence.measure(run, _build_exact_row(plan, options), quiet=args.json)
+            exact = CacheType(k=llamacpp.EXACT, v=llamacpp.EXACT)
+            # the user's label and cache types are those of the other rows
+            exact_row = _build_llamacpp_row(plan, replace(options, label=None, cache_type=None), exact)
+            divergence.measure(run, exact_row, quiet=args.json)
         else:
             problems = measure(run, quiet=args.json)
     except KeyboardInterrupt:
@@ -202,7 +205,6 @@ def _build_server_row(options: EngineOptions) -> EngineRow:
     _check_url(url)
 
     def connect() -> Server:
-        """Return the server, after a check that it serves this model."""
         server = Server(url, served, timeout_s=float(options.timeout))
         server.check()
         return server
@@ -211,7 +213,6 @@ def _build_server_row(options: EngineOptions) -> EngineRow:
 
 
 def _check_url(url: str) -> None:
-    """Raise UsageError for a url that is not an http address with a host."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"url={url} is no address: it begins with http:// or https://")
     try:
@@ -248,7 +249,6 @@ def _build_llamacpp_row(plan: RunPlan, options: EngineOptions, cache_type: Cache
         raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")
 
     def start() -> llamacpp.LlamaCpp:
-        """Return llama.cpp with a cache that holds the longest text of the plan."""
         return llamacpp.LlamaCpp(gguf, cache_type, _count_longest(plan), plan.cfg.threads, every_logit=options.compares)
 
     identity = llamacpp.build_identity(llamacpp.fingerprint(gguf), cache_type)
@@ -267,13 +267,6 @@ def _count_longest(plan: RunPlan) -> int:
                 encoded = encode_prompt(plan.tokenizer, example, group.task, plan.cfg.prompt, plan.context)
                 lengths.append(len(encoded) + example.max_new_tokens)
     return max(lengths)
-
-
-def _build_exact_row(plan: RunPlan, options: EngineOptions) -> EngineRow:
-    """Return the row of llama.cpp's f16 cache, with which the other rows are compared."""
-    exact = CacheType(k=llamacpp.EXACT, v=llamacpp.EXACT)
-    # the user's label and cache types are those of the other rows
-    return _build_llamacpp_row(plan, replace(options, label=None, cache_type=None), exact)
 
 
 def _find_gguf(plan: RunPlan, options: EngineOptions) -> Path:
@@ -297,7 +290,6 @@ def _find_gguf(plan: RunPlan, options: EngineOptions) -> Path:
 
 
 def _print_plan(run: EngineRun) -> None:
-    """Print for each row and task how many examples the row has not answered."""
     for row in run.rows:
         for group in run.plan.groups:
             unanswered = run.find_unanswered(group, row)
