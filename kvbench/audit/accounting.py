@@ -64,7 +64,6 @@ class HeldBytes:
         return self.payload + self.overhead
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
-        """Return the sums of both records' bytes, purpose by purpose."""
         return HeldBytes(
             exact=self.exact + other.exact,
             codes=self.codes + other.codes,
@@ -347,7 +346,6 @@ def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> in
 
 
 def _find_pruner(chain: Chain) -> ChannelPruner | None:
-    """Return the chain's stage that prunes channels, or None."""
     for stage in chain.stages:
         if isinstance(stage, ChannelPruner):
             return stage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -262,9 +261,12 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
     expected = chain.expected(n, index, n_layers, len(counts))
     for count, low, high in zip(counts, expected.low, expected.high, strict=True):
         if not low <= count <= high:
+            declared = f"between {min(expected.low)} and {max(expected.high)}"
+            if expected.low == expected.high:
+                declared = f"exactly {_describe_counts(list(expected.low))}"
             raise Refused(
                 f"{chain.name}: layer {index} keeps {_describe_counts(counts)} tokens per head of {n}, "
-                f"but the method declares {_describe_bounds(expected.low, expected.high)}. {HOW_TO_DECLARE}"
+                f"but the method declares {declared}. {HOW_TO_DECLARE}"
             )
     if expected.low != expected.high and layer.decided is None:
         raise Refused(f"{chain.name}: layer {index} does not record how many tokens the data made it keep")
@@ -374,8 +376,14 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
     index: the layer's number.
     seen: collects the addresses of storages over the layers of a cache.
     """
-    for description, tensor in _describe_tensors(layer):
-        _check_owned(f"{name}: layer {index}: {description}", tensor, seen)
+    place = f"{name}: layer {index}"
+    for tensor in layer.layer_tensors():
+        _check_owned(f"{place}: a tensor of the layer (heads that copy others, last queries)", tensor, seen)
+    for i, segment in enumerate(layer.segments):
+        for tensor in segment.payload():
+            _check_owned(f"{place}: a payload tensor of segment {i}", tensor, seen)
+        for tensor in segment.overhead():
+            _check_owned(f"{place}: an overhead tensor of segment {i}", tensor, seen)
 
 
 def _check_owned(tensor_name: str, tensor: torch.Tensor, seen: set[int]) -> None:
@@ -390,17 +398,6 @@ def _check_owned(tensor_name: str, tensor: torch.Tensor, seen: set[int]) -> None
     if storage.nbytes() and storage.data_ptr() in seen:
         raise Refused(f"{tensor_name} shares its storage with another tensor of the cache")
     seen.add(storage.data_ptr())
-
-
-def _describe_tensors(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (description for messages, tensor) of every tensor that a layer stores."""
-    for tensor in layer.layer_tensors():
-        yield "a tensor of the layer (heads that copy others, last queries)", tensor
-    for i, segment in enumerate(layer.segments):
-        for tensor in segment.payload():
-            yield f"a payload tensor of segment {i}", tensor
-        for tensor in segment.overhead():
-            yield f"an overhead tensor of segment {i}", tensor
 
 
 def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
@@ -442,10 +439,3 @@ def _describe_counts(counts: list[int]) -> str:
     if len(set(counts)) == 1:
         return str(counts[0])
     return f"{min(counts)}..{max(counts)}"
-
-
-def _describe_bounds(low: tuple[int, ...], high: tuple[int, ...]) -> str:
-    """Return the declared numbers of tokens per head for a message: ``exactly ...`` or ``between ... and ...``."""
-    if low == high:
-        return f"exactly {_describe_counts(list(low))}"
-    return f"between {min(low)} and {max(high)}"
