@@ -30,7 +30,6 @@ class MissingFiles(UsageError):
     """
 
     def __init__(self, text: str, names: Iterable[str] = ()) -> None:
-        """Take the message ``text`` and the names of the missing files."""
         super().__init__(text)
         self.names = tuple(names)
 

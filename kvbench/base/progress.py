@@ -55,7 +55,6 @@ def progress(
             tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
 
             def advance(name: str, n: int) -> None:
-                """Advance the bar of the work ``name`` by ``n`` pieces."""
                 bars.advance(tasks[name], n)
 
             yield advance
@@ -87,7 +86,6 @@ class Left(ProgressColumn):
     """
 
     def __init__(self) -> None:
-        """Begin without an estimate for any task."""
         super().__init__()
         self._estimates: dict[TaskID, _Estimate] = {}
 

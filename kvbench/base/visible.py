@@ -18,12 +18,7 @@ JSON_ESCAPES = "json"
 
 def visible(text: str) -> str:
     """Return a text with its control characters written as JSON writes them, ``\\u001b``."""
-    return STEERS.sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    """Return the character that was found as its escape in JSON."""
-    return f"\\u{ord(match[0]):04x}"
+    return STEERS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
@@ -58,7 +53,6 @@ class VisibleStream:
         return self._stream.write(visible(text))
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the wrapped stream."""
         return getattr(self._stream, name)
 
 
