@@ -187,7 +187,6 @@ def group_entries(
 
 
 def _count_tokens(entry: Entry) -> int:
-    """Return how many tokens an entry holds, or its ``size`` if it has one."""
     return entry.row.size or sum(s.tokens for s in entry.row.cache.segments)
 
 

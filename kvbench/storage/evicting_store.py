@@ -50,7 +50,6 @@ class OneFormat:
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
         def make_buffers(rows: Sequence[Values]) -> Values:
-            """Return the buffers for the keys, or the values, of all rows."""
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
                 # each row's frozen scales are kept, because new tokens are coded with them
@@ -129,7 +128,6 @@ class OneFormat:
         """Return one row's keys and values [H, S, D] as attention reads them."""
 
         def read_row(buffer: Values) -> Tensor:
-            """Return the row's keys, or values, unpacked if they are packed."""
             if isinstance(buffer, Packed):
                 return buffer[row].dequantise(self.none.dtype)
             return buffer[row]

@@ -412,7 +412,6 @@ def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object
 
 @functools.cache
 def _thread_pool() -> ThreadPoolExecutor:
-    """Return the pool of threads that share the heads of large calls. It is made once."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench-kernels")
 
 
