@@ -36,7 +36,6 @@ class Needs:
     call: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        """Return the least needs that cover both."""
         return Needs(
             last_q=max(self.last_q, other.last_q),
             first_q=max(self.first_q, other.first_q),

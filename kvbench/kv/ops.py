@@ -160,7 +160,6 @@ def expand(cache: LayerCache) -> LayerCache:
     """
 
     def widen(s: Segment) -> Segment:
-        """Return a segment with its heads repeated to ``cache.heads``."""
         s = as_stored(s)
         # ragged heads need no repeating: ``select`` has already chosen tokens for each of ``cache.heads``
         if s.heads == cache.heads or s.lengths is not None:

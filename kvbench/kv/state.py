@@ -52,7 +52,6 @@ def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
 
 
 def _count_numbers(states: States) -> int:
-    """Return how many numbers the tensors hold together."""
     return sum(t.numel() for t in states if t is not None)
 
 

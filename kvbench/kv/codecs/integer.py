@@ -43,7 +43,11 @@ class SymmetricInteger(Codec):
         half_range = 2 ** (self.bits - 1)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         # s = absmax / (2^(bits-1) - 1)
-        scale = self._round_scale(absmax / (half_range - 1))
+        scale = absmax / (half_range - 1)
+        if self.half:
+            scale = scale.half()
+        else:
+            scale = scale.clamp(min=LEAST_SCALE)
         # codes are computed with the stored scale, because a reader multiplies by that one
         steps = x / _replace_zero_by_infinity(scale)
         steps = steps.trunc() if self.truncate else steps.round()
@@ -52,12 +56,6 @@ class SymmetricInteger(Codec):
             # packed codes are unsigned: code 2^(bits-1) stands for level 0
             codes = pack(codes + half_range, self.bits, layout="stream")
         return {"codes": codes, "scale": scale}
-
-    def _round_scale(self, scale: Tensor) -> Tensor:
-        """Return the scales as they are stored: in fp16 under ``half``, else in fp32 and at least LEAST_SCALE."""
-        if self.half:
-            return scale.half()
-        return scale.clamp(min=LEAST_SCALE)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         """Return the numbers c * s [..., L, C'] fp32."""

@@ -89,15 +89,12 @@ class LloydMax(Codec):
         codes = torch.bucketize(y, borders / sqrt_channels, right=True)
         tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
-            # r = y - y^
-            tensors |= self._encode_residual(y - centroids[codes] / sqrt_channels)
+            # the residual r = y - y^ is stored as the signs of S r, and |r|
+            residual = y - centroids[codes] / sqrt_channels
+            is_positive = residual @ draw_sketch(residual.shape[-1], residual.device).T >= 0
+            residual_norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+            tensors |= {"codes_signs": pack(is_positive, 1, layout="stream"), "residual_norm": residual_norm.half()}
         return tensors
-
-    def _encode_residual(self, residual: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that store residuals r [..., L, C] under ``inner``: the signs of S r, and |r|."""
-        is_positive = residual @ draw_sketch(residual.shape[-1], residual.device).T >= 0
-        norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-        return {"codes_signs": pack(is_positive, 1, layout="stream"), "residual_norm": norm.half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         """Return the numbers |x| y [..., L, C'] fp32, with y as the codes stand for it."""
