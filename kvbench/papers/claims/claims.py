@@ -271,8 +271,8 @@ def make_tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[
     first_order: dict[frozenset[str], tuple[str, ...]] = {}
     for claim in claims:
         columns = first_order.setdefault(frozenset(claim.columns), claim.columns)
-        rows = sides_by_datasets.setdefault(columns, [])
         for side in chain.from_iterable(claim.pairs):
+            rows = sides_by_datasets.setdefault(columns, [])
             rows.append(side)
             if scaled:
                 rows.append(keep_printed_windows(side))

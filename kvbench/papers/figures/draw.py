@@ -343,8 +343,7 @@ def lines(
         if shades:
             line_style = looks.LINES[number % len(looks.LINES)]
             line_look = {"color": style.shades(len(names))[number], "linestyle": line_style, "lw": 0.8}
-        line_look.update(look or {})
-        line_look.update(own_looks.get(str(name), {}))
+        line_look |= dict(look or {}) | dict(own_looks.get(str(name), {}))
         if crowded or name in quiet:
             line_look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
         # equal labels are one entry of the legend, which stands for all lines of a crowd
