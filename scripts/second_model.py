@@ -201,7 +201,7 @@ def draw(measured: Mapping[str, Sequence[tuple[str, tuple[float, tuple[float, fl
     axes.set_yticks(range(len(labels)), labels)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
-    axes.set_xlabel("divergence from the full cache, nats a token, with 95 % intervals (12 texts of 2,048 tokens)")
+    axes.set_xlabel("divergence from the full cache, nats a token, [95 %] (12 texts)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     axes.set_title("Where four bits are lost: what is coded in q4_0", loc="left")
