@@ -203,7 +203,8 @@ def _set_splits(name: str, reader: Any, tokenizer: Any, say: Callable[[str], Non
 def _write_known(folder: Path, known: Mapping[str, Mapping[str, Any]], built: Mapping[str, Any]) -> None:
     """Write the JSON files in ``known``, by name, with the tokens of the tokenizer ``built`` from the GGUF."""
     for name, content in known.items():
-        filled, indent = dict(content), 2
+        filled = dict(content)
+        indent: int | None = 2
         if name == "tokenizer.json":
             model = built["model"]
             merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
