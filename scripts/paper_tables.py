@@ -78,15 +78,10 @@ class Target:
 
 
 def target(model: str, root: Path) -> Target:
-    """Return the target of one model.
-
-    The stand-in's tables are in ``root``/tiny, the pretrained model's scores in ``root``/tables, and those of any other
-    model in ``root``/MODEL/tables, with its samples beside them.
-    """
+    """Return the target of one model: the stand-in's tables in ``root``/tiny, others' scores in ``root``/tables."""
     if model == stand_ins.MODEL:
         return Target(model, root / "tiny", ("limit=50",))
-    folder = root if model == PRETRAINED else root / model
-    return Target(model, folder / "tables", ("kl=true",), scored=True)
+    return Target(model, root / "tables", ("kl=true",), scored=True)
 
 
 def rendered(seen: PaperTable, goal: Target, reader: SampleReader) -> str:

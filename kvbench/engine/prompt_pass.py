@@ -176,7 +176,8 @@ class _PromptPass:
         self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
-        self.frequencies = layer_frequencies(model)
+        # copies, because methods get them, and the model's own must not change
+        self.frequencies = [None if own is None else own.clone() for own in layer_frequencies(model)]
         self.chunk = chunk_size(model.config)
         self.numbers: dict[int, int] = {}
         self.layers: dict[int, PromptLayer] = {}

@@ -37,8 +37,11 @@ class Writes(Selector):
 @pytest.mark.parametrize("where", ["keys", "values", "positions", "last_q", "first_q", "colsums", "hidden", "inv_freq"])
 def test_a_method_that_writes_into_what_it_is_handed_is_refused(where):
     reason = f"writes changes what it is handed in place: {where} of layer 1; clone first"
+    model = build("llama")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
     with pytest.raises(Refused, match=reason):
-        kvbench.prefill(build("llama"), prompt(40), [Chain((Writes(where=where, kv_size=16),))])
+        kvbench.prefill(model, prompt(40), [Chain((Writes(where=where, kv_size=16),))])
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import paper_claims
 import paper_tables
 import pytest
 import rounding
+import second_model
 import tables_page
 import tiny_table
 import verify_tables
@@ -64,14 +65,15 @@ def test_damaged_samples_are_no_table_that_is_verified(capsys):
 
 def test_one_command_asks_every_script(capsys, monkeypatch):
     scripts = (
-        tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_claims, tables_page, paper_tables
+        tiny_table, format_tables, llamacpp_table, memory_2026, rounding, second_model, paper_claims, tables_page,
+        paper_tables,
     )  # fmt: skip
     for script in scripts:
         name = script.__name__
         monkeypatch.setattr(script, "verify", lambda found, name=name: found.add(name, lambda: True, ""))
     assert verify_tables.main([]) == 0
     names = ", ".join(script.__name__ for script in scripts)
-    assert capsys.readouterr().out == f"verified: 8 as their samples give them: {names}\n"
+    assert capsys.readouterr().out == f"verified: 9 as their samples give them: {names}\n"
     missing = MissingModel("model=m is not here", ["m"])
     monkeypatch.setattr(format_tables, "verify", lambda found: found.add("board", raising(missing), ""))
     monkeypatch.setattr(paper_tables, "verify", lambda found: found.add("think/1", raising(missing), ""))

@@ -401,7 +401,7 @@ def test_the_leaderboard_lists_committed_rows_of_full_editions(measured, tmp_pat
     (folder / "results.jsonl").write_text(text.replace('"edition": "quick"', '"edition": "full"'))
     page = suite_pages.page(folder.parents[1])
     assert "![What a compressed cache retains, by part and bytes](results/suite/tiny/me/card.png)" in page
-    (snapkv,) = [line for line in page.splitlines() if line.startswith("| snapkv | 1/2 |")]
+    (snapkv,) = [line for line in page.splitlines() if line.startswith("| snapkv | tiny | 1/2 |")]
     assert "[samples](results/suite/tiny/me/samples.jsonl.gz)" in snapkv and "| closed | kvbench |" in snapkv
 
 
