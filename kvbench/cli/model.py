@@ -83,7 +83,8 @@ def _print_models(records: Sequence[ModelRecord]) -> None:
     for record in records:
         line = f"  {record['model']:<{name_width}} {record['state']:<8} {record['from']}"
         if record["licence"]:
-            line += f"; licence: {record['licence']}"
+            # where to read it stands behind the name, and in --json
+            line += f"; licence: {record['licence'].split(' (')[0]}"
         print(line)
 
 
