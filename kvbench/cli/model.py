@@ -84,7 +84,7 @@ def _print_models(records: Sequence[ModelRecord]) -> None:
         line = f"  {record['model']:<{name_width}} {record['state']:<8} {record['from']}"
         if record["licence"]:
             # where to read it stands behind the name, and in --json
-            line += f"; licence: {record['licence'].split(' (')[0]}"
+            line += f"; licence {record['licence'].split(' (')[0]}"
         print(line)
 
 
